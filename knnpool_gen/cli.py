@@ -1,0 +1,219 @@
+"""``knnpool-gen``: what a kernel author types.
+
+Exit codes: 0 done, 1 the answer is no (differences, a kernel that fails), 2 wrong usage or bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.syntax import Syntax
+from rich.table import Table
+
+from knnpool_gen.errors import InvalidArgumentError, KNNPoolError
+from knnpool_gen.kernel import Kernel, KernelKey
+
+app = typer.Typer(
+    name="knnpool-gen",
+    help="Generate, inspect, compile and verify the kernels of k-nearest-neighbour pooling.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+VariantsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[VARIANT]...", help="Names of variants; all if none is given.")
+]
+
+T = TypeVar("T")
+
+
+@app.command()
+def regenerate(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if anything differs.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show every difference.")] = False,
+    specs: Annotated[Path | None, typer.Option(help="Folder of the YAML specs.")] = None,
+    templates: Annotated[Path | None, typer.Option(help="Folder of the templates.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the generated files.")] = None,
+) -> None:
+    """Render every variant of the specs and write what changed."""
+    from knnpool_gen.codegen import folders
+    from knnpool_gen.codegen.render import Renderer
+    from knnpool_gen.codegen.spec import load_specs
+
+    out = out or folders.generated()
+    with _errors():
+        variants = load_specs(specs or folders.specs()).variants
+        outputs = Renderer(templates or folders.templates()).outputs(variants)
+        shown = outputs.diff(out) if diff else ""
+        comparison = outputs.compare(out) if check else outputs.write(out)
+    if shown:
+        stdout.print(Syntax(shown, "diff", background_color="default") if stdout.is_terminal else shown, markup=False)
+    verb = ("differs", "missing", "orphaned") if check else ("updated", "created", "removed")
+    for what, paths in zip(verb, (comparison.changed, comparison.missing, comparison.orphaned), strict=True):
+        for path in paths:
+            stdout.print(f"{what:8} {out.name}/{path}", markup=False)
+    differing = len(comparison.changed) + len(comparison.missing) + len(comparison.orphaned)
+    if check and differing:
+        stderr.print(f"{differing} file(s) differ from specs and templates; run `knnpool-gen regenerate`")
+        raise typer.Exit(1)
+    stdout.print(f"{len(variants)} variants, {len(comparison.same)} file(s) up to date")
+
+
+@app.command("list")
+def list_variants(as_json: JsonOption = False) -> None:
+    """List every variant of the dispatch table."""
+    entries = _select_variants(None)
+    if as_json:
+        _print_json([_describe(key, kernel) for key, kernel in entries])
+        return
+    table = Table("variant", "direction", "mode", "dtype", "staging", "rows", "bytes a node", box=None)
+    for key, kernel in entries:
+        table.add_row(
+            kernel.name, key.direction.value, key.mode.value, key.dtype, key.staging.value, str(key.rows),
+            str(kernel.node_bytes),
+        )  # fmt: skip
+    stdout.print(table)
+
+
+@app.command()
+def show(variant: Annotated[str, typer.Argument(help="Name of a variant, as `list` prints it.")]) -> None:
+    """Show the facts and the CUDA source of one variant."""
+    from knnpool_gen.runtime.compile import read_source
+
+    with _errors():
+        ((key, kernel),) = _select_variants([variant])
+        source = read_source(kernel)
+    for name, value in _describe(key, kernel).items():
+        stdout.print(f"// {name}: {value}", markup=False)
+    stdout.print(Syntax(source, "cuda", background_color="default") if stdout.is_terminal else source, markup=False)
+
+
+@app.command("compile")
+def compile_variants(
+    variants: VariantsArgument = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="Architecture, such as sm_90; may be repeated. All known ones if absent.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile variants with NVRTC; needs no GPU. Exit 1 if one fails or spills registers."""
+    from knnpool_gen.compilation import Compilation, compile_matrix
+
+    with _errors():
+        chosen = [kernel for _, kernel in _select_variants(variants)]
+        results: list[Compilation] = []
+        total = len(chosen) * len(arch or ARCHITECTURES)
+        for result in _progress(compile_matrix(chosen, arch or ARCHITECTURES), total, "compiling"):
+            results.append(result)
+    bad = [result for result in results if not result.ok]
+    if as_json:
+        _print_json([result.as_dict() for result in results])
+    else:
+        table = Table("variant", "arch", "cubin bytes", "registers", "spill bytes", "shared bytes", box=None)
+        for result in results:
+            table.add_row(*(str(cell) for cell in result.as_row()), style="" if result.ok else "red")
+        stdout.print(table)
+        for result in bad:
+            if result.error:
+                stderr.print(result.error, markup=False)
+    stderr.print(f"{len(results) - len(bad)} of {len(results)} compiled without spills")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def verify(
+    variants: VariantsArgument = None,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Run the CUDA sources on the CPU.")] = False,
+    sanitizer: Annotated[
+        str, typer.Option(help="With --emulate: none, address (and undefined behaviour) or thread.")
+    ] = "none",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare variants with the reference, bit for bit, on this machine's GPU or in emulation."""
+    from knnpool_gen.verification import Verdict, choose_backend, verify_kernel
+
+    with _errors():
+        chosen = _select_variants(variants)
+        backend = choose_backend(emulate, sanitizer)
+        verdicts: list[Verdict] = []
+        for key, kernel in _progress(chosen, len(chosen), f"verifying ({backend.name})"):
+            verdicts.append(verify_kernel(key, kernel, backend))
+    bad = [verdict for verdict in verdicts if verdict.faults]
+    if as_json:
+        _print_json([verdict.as_dict() for verdict in verdicts])
+    else:
+        table = Table("variant", "cases", "faults", box=None)
+        for verdict in verdicts:
+            table.add_row(verdict.name, str(verdict.cases), str(len(verdict.faults)), style="red" if verdict.faults else "")
+        stdout.print(table)
+        for verdict in bad:
+            for fault in verdict.faults[:5]:
+                stderr.print(f"{verdict.name}: {fault}", markup=False)
+    stderr.print(f"{len(verdicts) - len(bad)} of {len(verdicts)} variants agree with the reference ({backend.name})")
+    raise typer.Exit(1 if bad else 0)
+
+
+def _select_variants(names: Sequence[str] | None) -> list[tuple[KernelKey, Kernel]]:
+    """The entries of the dispatch table with these names, or all."""
+    from knnpool_gen.generated.dispatch import KERNELS
+
+    by_name = {kernel.name: (key, kernel) for key, kernel in KERNELS.items()}
+    unknown = [name for name in names or () if name not in by_name]
+    if unknown:
+        raise InvalidArgumentError(f"no variant {', '.join(unknown)}; `knnpool-gen list` shows all {len(by_name)}")
+    return [by_name[name] for name in names or by_name]
+
+
+def _describe(key: KernelKey, kernel: Kernel) -> dict[str, Any]:
+    return {
+        "variant": kernel.name,
+        "direction": key.direction.value,
+        "mode": key.mode.value,
+        "dtype": key.dtype,
+        "staging": key.staging.value,
+        "rows": key.rows,
+        "file": f"generated/{kernel.file}",
+        "arguments": list(kernel.arguments),
+        "node_bytes": kernel.node_bytes,
+    }
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """``items``, with a progress bar on a terminal and nothing elsewhere."""
+    yield from track(items, description=what, total=total, console=stderr, transient=True, disable=not stderr.is_terminal)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Bad input ends the command with its message and exit code 2."""
+    try:
+        yield
+    except KNNPoolError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    stderr.print(f"knnpool-gen: {message}", markup=False)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

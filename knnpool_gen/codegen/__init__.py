@@ -1,0 +1,1 @@
+"""From specs and templates to text. Nothing here imports torch or cupy."""

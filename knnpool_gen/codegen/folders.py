@@ -1,0 +1,28 @@
+"""Where specs, templates and generated files are, in a checkout and in an installed wheel alike."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def specs() -> Path:
+    """Folder of the YAML files."""
+    return _package_folder("knnpool_gen.specs")
+
+
+def templates() -> Path:
+    """Folder of the templates."""
+    return _package_folder("knnpool_gen.templates")
+
+
+def generated() -> Path:
+    """Folder of the generated files; found without importing them, for they may be out of date."""
+    return _package_folder("knnpool_gen.generated")
+
+
+def _package_folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{package} is not installed; run `pip install -e .` in the checkout")
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -1,0 +1,164 @@
+"""YAML with positions: values that know their file and line, and a list that faults are collected in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from knnpool_gen.errors import SpecError
+
+T = TypeVar("T")
+
+
+@dataclass(order=True, frozen=True)
+class Fault:
+    """One thing that is wrong, and where."""
+
+    file: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+@dataclass
+class Faults:
+    """Everything that is wrong in one run."""
+
+    found: list[Fault] = field(default_factory=list)
+
+    def add(self, at: Value, message: str) -> None:
+        """Note a fault at the position of ``at``."""
+        self.found.append(Fault(at.file, at.line, message))
+
+    def raise_if_any(self) -> None:
+        """Raise one SpecError that names every fault, a line each, sorted by file and line."""
+        if self.found:
+            raise SpecError("\n".join(map(str, sorted(set(self.found)))))
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node of a YAML file. Wrong types are noted as faults and read as None."""
+
+    file: str
+    line: int
+    node: yaml.Node | None
+    faults: Faults
+
+    def mapping(self, what: str, allowed: Iterable[str] | None = None) -> dict[Key, Value] | None:
+        """Keys and values; keys that are not ``allowed``, or stand twice, are faults."""
+        if not isinstance(self.node, yaml.MappingNode):
+            self.faults.add(self, f"{what} must be a mapping, not {self._kind()}")
+            return None
+        allowed = None if allowed is None else sorted(allowed)
+        result: dict[Key, Value] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in self.node.value:
+            key = Key(key_node.value if isinstance(key_node, yaml.ScalarNode) else "?", self._at(key_node))
+            if key.name in lines:
+                self.faults.add(key.at, f"duplicate key {key.name!r} in {what}; it stands in line {lines[key.name]} already")
+            elif allowed is not None and key.name not in allowed:
+                self.faults.add(key.at, f"unknown key {key.name!r} in {what}; allowed: {', '.join(allowed)}")
+            else:
+                result[key] = self._at(value_node)
+            lines.setdefault(key.name, key.at.line)
+        return result
+
+    def fields(self, what: str, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Value] | None:
+        """The values of a mapping with fixed keys. A required one that is missing is a fault, and reads as None."""
+        required = tuple(required)
+        entries = self.mapping(what, (*required, *optional))
+        if entries is None:
+            return None
+        values = {key.name: value for key, value in entries.items()}
+        for name in required:
+            if name not in values:
+                self.faults.add(self, f"{what} lacks the key {name!r}")
+                values[name] = Value(self.file, self.line, None, Faults())  # reported once is enough
+        return values
+
+    def items(self, what: str) -> list[Value] | None:
+        """The values of a list."""
+        if not isinstance(self.node, yaml.SequenceNode):
+            self.faults.add(self, f"{what} must be a list, not {self._kind()}")
+            return None
+        return [self._at(node) for node in self.node.value]
+
+    def text(self, what: str) -> str | None:
+        """A string."""
+        return self._scalar(what, "a string", "tag:yaml.org,2002:str", str)
+
+    def integer(self, what: str) -> int | None:
+        """An integer; true and false are none."""
+        return self._scalar(what, "an integer", "tag:yaml.org,2002:int", lambda text: int(text, 0))
+
+    def boolean(self, what: str) -> bool | None:
+        """True or false."""
+        return self._scalar(what, "true or false", "tag:yaml.org,2002:bool", lambda text: text.lower() in ("true", "yes", "on"))
+
+    def word(self, what: str, words: Mapping[str, T]) -> T | None:
+        """What one of ``words`` stands for."""
+        text = self.text(what)
+        if text is None:
+            return None
+        if text not in words:
+            self.faults.add(self, f"unknown {what} {text!r}; allowed: {', '.join(words)}")
+            return None
+        return words[text]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether this is a list."""
+        return isinstance(self.node, yaml.SequenceNode)
+
+    def _scalar(self, what: str, wanted: str, tag: str, read: Callable[[str], T]) -> T | None:
+        if isinstance(self.node, yaml.ScalarNode) and self.node.tag == tag:
+            return read(self.node.value)
+        self.faults.add(self, f"{what} must be {wanted}, not {self._kind()}")
+        return None
+
+    def _at(self, node: yaml.Node) -> Value:
+        return Value(self.file, node.start_mark.line + 1, node, self.faults)
+
+    def _kind(self) -> str:
+        if isinstance(self.node, yaml.MappingNode):
+            return "a mapping"
+        if isinstance(self.node, yaml.SequenceNode):
+            return "a list"
+        if isinstance(self.node, yaml.ScalarNode) and self.node.tag != "tag:yaml.org,2002:null":
+            return repr(self.node.value)
+        return "nothing"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a mapping, and where it stands."""
+
+    name: str
+    at: Value = field(compare=False)
+
+
+def read_yaml(path: Path, faults: Faults) -> Value | None:
+    """The root of a YAML file, shown in messages as ``<folder>/<file>``; None, and a fault, if it cannot be read."""
+    shown = f"{path.parent.name}/{path.name}"
+    nowhere = Value(shown, 1, None, faults)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
+        faults.add(nowhere, f"cannot be read: {reason}")
+        return None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = Value(shown, mark.line + 1 if mark else 1, None, faults)
+        faults.add(at, f"not YAML: {getattr(error, 'problem', None) or error}")
+        return None
+    return Value(shown, node.start_mark.line + 1 if node else 1, node, faults)

@@ -1,0 +1,47 @@
+"""What the generated dispatch table says of a kernel; all that the runtime knows of the generator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from knnpool_gen.vocabulary import Direction, Mode, Staging
+
+
+class KernelKey(NamedTuple):
+    """The five facts that tell one variant from another."""
+
+    direction: Direction
+    mode: Mode
+    dtype: str
+    """Name of the torch dtype, such as ``float16``."""
+    staging: Staging
+    rows: int
+    """How many rows one tile stages."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of the dispatch table: one source file with one kernel."""
+
+    name: str
+    """Symbol of the kernel, stem of its file, and what people call the variant."""
+    file: str
+    """Path of the source, relative to the folder of the dispatch table."""
+    sha256: str
+    """Digest of the source the table was generated with."""
+    arguments: tuple[str, ...]
+    """Names of the kernel's parameters in order: tensors and plan tables by their name, and ``rows``."""
+    node_bytes: int
+    """Shared memory for one node of the tile."""
+    granule: int
+    """The number of nodes in a tile is rounded up to a multiple of this."""
+    extra_nodes: int
+    """Nodes a tile holds besides the table's own (the pad)."""
+    resident_threads: int
+    """Threads of all blocks on a multiprocessor that the kernel's registers should allow."""
+
+    def shared_bytes(self, nodes: int) -> int:
+        """Dynamic shared memory of a tile of ``nodes`` nodes, in bytes."""
+        granules = -(-(nodes + self.extra_nodes) // self.granule)
+        return granules * self.granule * self.node_bytes

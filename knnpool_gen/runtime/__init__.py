@@ -1,0 +1,1 @@
+"""From tables and tensors to launches. Nothing here reads YAML or templates."""

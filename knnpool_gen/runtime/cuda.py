@@ -1,0 +1,54 @@
+"""The one door to CuPy: NVRTC, the driver, and where the CUDA headers are.
+
+torch is imported before CuPy, always: each brings its own copy of NVIDIA's libraries and the first one loaded
+serves both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import lru_cache
+from types import ModuleType
+
+from knnpool_gen.errors import MissingDependencyError
+
+EXTRAS = "pip install 'knnpool-gen[cuda12]' or 'knnpool-gen[cuda13]', whichever matches your CUDA driver"
+
+
+@lru_cache(maxsize=None)
+def nvrtc() -> ModuleType:
+    """CuPy's binding of the runtime compiler; needs no GPU."""
+    return _cupy_module("nvrtc")
+
+
+@lru_cache(maxsize=None)
+def driver() -> ModuleType:
+    """CuPy's binding of the CUDA driver."""
+    return _cupy_module("driver")
+
+
+@lru_cache(maxsize=None)
+def runtime() -> ModuleType:
+    """CuPy's binding of the CUDA runtime."""
+    return _cupy_module("runtime")
+
+
+def _cupy_module(name: str) -> ModuleType:
+    importlib.import_module("torch")
+    if importlib.util.find_spec("cupy") is None:
+        raise MissingDependencyError(f"CUDA kernels are compiled and launched through CuPy, which is missing: {EXTRAS}")
+    module: ModuleType = getattr(importlib.import_module("cupy.cuda"), name)
+    return module
+
+
+@lru_cache(maxsize=None)
+def include_folder() -> str:
+    """Folder of ``cuda_fp16.h`` and its like: NVIDIA's pip wheels, conda, or an installed toolkit."""
+    if importlib.util.find_spec("cuda.pathfinder") is None:
+        raise MissingDependencyError(f"the CUDA headers are found with cuda-pathfinder, which is missing: {EXTRAS}")
+    pathfinder = importlib.import_module("cuda.pathfinder")
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise MissingDependencyError(f"the CUDA headers (cuda_fp16.h) were not found: {EXTRAS}")
+    return str(folder)

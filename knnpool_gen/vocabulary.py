@@ -1,0 +1,32 @@
+"""The closed word lists shared by specs, generated dispatch and runtime.
+
+Data types and tile heights are open: they are whatever the specs list. Modes are closed because each one
+needs its rules written down in :mod:`knnpool_gen.reference`, the oracle of every kernel.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Direction(str, Enum):
+    """Which way a kernel computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Mode(str, Enum):
+    """How the values of a column become one value."""
+
+    MAX = "max"
+    AVG = "avg"
+    SUM = "sum"
+    WEIGHTED = "weighted"
+
+
+class Staging(str, Enum):
+    """Where a kernel reads its inputs from: a tile in shared memory, or global memory through L2."""
+
+    SHARED = "shared"
+    DIRECT = "direct"

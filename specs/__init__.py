@@ -1,0 +1,1 @@
+"""The YAML files that say which kernels exist."""

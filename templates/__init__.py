@@ -1,0 +1,1 @@
+"""The jinja templates that say how a kernel is written."""
