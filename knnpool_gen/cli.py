@@ -50,7 +50,7 @@ def regenerate(
     out: Annotated[Path | None, typer.Option(help="Folder of the generated files.")] = None,
 ) -> None:
     """Render every variant of the specs and write what changed."""
-    from knnpool_gen.codegen import folders
+    from knnpool_gen import folders
     from knnpool_gen.codegen.render import Renderer
     from knnpool_gen.codegen.spec import load_specs
 

@@ -30,7 +30,7 @@ def pool_function(x: Tensor, indices: Tensor, mode: str) -> Tensor:
 def apply(x: Tensor, meta: PoolMeta, mode: str) -> Tensor:
     """Pool with a plan in hand, with gradients where ``x`` wants them."""
     if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-        y: Tensor = KNNPoolFunction.apply(x, meta, mode, True)
+        y: Tensor = KNNPoolFunction.apply(x, meta, mode, True)  # type: ignore[no-untyped-call]
         return y
     return pool_forward(meta, x, mode, need_aux=False)[0]
 

@@ -32,7 +32,7 @@ class KNNPoolFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         """The gradient of ``x``."""
         (aux,) = ctx.saved_tensors
-        return _KNNPoolGradient.apply(grads[0], aux, ctx.meta, ctx.mode), None, None, None
+        return _KNNPoolGradient.apply(grads[0], aux, ctx.meta, ctx.mode), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _KNNPoolGradient(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _KNNPoolGradient(torch.autograd.Function):
         if ctx.mode == Mode.MAX:
             return _winners_of(grads[0], aux, ctx.meta), None, None, None
         # An empty column averages to NaN, yet nothing flows through it.
-        average: Tensor = KNNPoolFunction.apply(grads[0], ctx.meta, ctx.mode, False)
+        average: Tensor = KNNPoolFunction.apply(grads[0], ctx.meta, ctx.mode, False)  # type: ignore[no-untyped-call]
         return average.masked_fill(ctx.meta.count == 0, 0.0), None, None, None
 
 

@@ -70,13 +70,13 @@ def _not_yet(mode: Mode) -> InvalidArgumentError:
 
 def _max_forward(meta: PoolMeta, x: Tensor, need_aux: bool) -> tuple[Tensor, Tensor | None]:
     y = x.new_full((*x.shape[:-1], meta.nout), -torch.inf)
-    aux = meta.first_slot.expand(y.shape) if need_aux else None
+    aux = meta.first_slot.repeat(*x.shape[:-1], 1) if need_aux else None
     for k, real, values in _slots(meta, x):
         wins = (values > y) & real  # strict: the first of equals stays, and a NaN never wins
         y = torch.where(wins, values, y)
         if aux is not None:
             aux = torch.where(wins, k, aux)
-    return y.contiguous(), None if aux is None else aux.contiguous()
+    return y, aux
 
 
 def _avg_forward(meta: PoolMeta, x: Tensor) -> Tensor:

@@ -284,6 +284,18 @@ def test_no_graph_is_recorded(mode: Mode) -> None:
     assert not reference_backward(meta, torch.ones(2, requires_grad=True), aux, mode).requires_grad
 
 
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+def test_results_are_memory_of_their_own(k: int, shape: tuple[int, ...]) -> None:
+    meta = pool_meta_from_indices(torch.full((k, 5), 4), 4)
+    y, aux = reference_forward(meta, torch.ones(*shape, 4), Mode.MAX)
+    assert aux is not None
+    assert y.is_contiguous()
+    assert aux.is_contiguous()
+    aux.fill_(7)
+    assert meta.first_slot.tolist() == [255] * 5
+
+
 @any_dtype
 def test_without_aux_the_values_are_the_same(dtype: torch.dtype) -> None:
     table = small_tables()[3]

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import platformdirs
 
-from knnpool_gen import generated
+from knnpool_gen import folders
 from knnpool_gen.errors import CompileError, StaleDispatchError
 from knnpool_gen.kernel import Kernel
 from knnpool_gen.runtime import cuda
 
 Macros = Iterable[tuple[str, int]]
 
-GENERATED = Path(next(iter(generated.__path__)))
+GENERATED = folders.generated()
 """Folder of the dispatch table and the sources."""
 OPTIONS = ("-std=c++17", "-Xptxas=-v")
 DIGEST_BYTES = 64

@@ -27,7 +27,7 @@ def device_facts(device: int) -> DeviceFacts:
         properties = torch.cuda.get_device_properties(device)
         facts = _facts[device] = DeviceFacts(
             multiprocessors=properties.multi_processor_count,
-            shared_per_block=properties.shared_memory_per_block_optin,
+            shared_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             shared_per_multiprocessor=properties.shared_memory_per_multiprocessor,
             threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         )

@@ -1,0 +1,76 @@
+"""Every variant of the dispatch table, run on the CPU from its generated source, bit for bit.
+
+The matrix is the dispatch table itself: a variant added to the specs is tested without a line here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tables import real_tables
+
+from knnpool_gen.emulator import Sanitizer
+from knnpool_gen.generated.dispatch import KERNELS
+from knnpool_gen.kernel import KernelKey
+from knnpool_gen.verification import calls, verify_kernel
+from knnpool_gen.verification.emulated import EmulatedBackend
+from knnpool_gen.verification.tables import Table, small_tables
+
+pytestmark = pytest.mark.xdist_group  # replaced below by one group a variant: its builds are shared
+
+
+def by_name(key: KernelKey) -> str:
+    return KERNELS[key].name
+
+
+def sanitized(all_variants: bool) -> list[KernelKey]:
+    """All variants, or those that take every path of the templates: single rows, and the tallest tile."""
+    return [key for key in KERNELS if all_variants or key.rows in (1, 8)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sanitized_key" in metafunc.fixturenames:
+        keys = sanitized(metafunc.config.getoption("--all-sanitized"))
+        metafunc.parametrize("sanitized_key", keys, ids=by_name)
+
+
+@pytest.mark.parametrize("key", KERNELS, ids=by_name)
+def test_equals_the_reference_on_small_tables(key: KernelKey) -> None:
+    verdict = verify_kernel(key, KERNELS[key], EmulatedBackend(Sanitizer.NONE))
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 3 * len(small_tables())
+
+
+@pytest.mark.parametrize("key", KERNELS, ids=by_name)
+def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
+    itemsize = getattr(torch, key.dtype).itemsize
+    fitting = [table for table in real_tables() if table.nin * key.rows * itemsize < 200_000]
+
+    verdict = verify_kernel(
+        key, KERNELS[key], EmulatedBackend(Sanitizer.NONE), list(calls(key, fitting, rows=[key.rows + 1]))
+    )
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 5
+
+
+@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD], ids=lambda sanitizer: sanitizer.value)
+def test_is_clean_under_sanitizers(sanitized_key: KernelKey, sanitizer: Sanitizer) -> None:
+    kernel = KERNELS[sanitized_key]
+    tables = _small_but_varied()
+
+    verdict = verify_kernel(
+        sanitized_key, kernel, EmulatedBackend(sanitizer), list(calls(sanitized_key, tables, rows=[2 * kernel_rows(sanitized_key) + 1]))
+    )
+
+    assert verdict.faults == ()
+
+
+def kernel_rows(key: KernelKey) -> int:
+    return key.rows
+
+
+def _small_but_varied() -> list[Table]:
+    wanted = {"plain", "pads", "empty_columns", "k1", "k0", "nin1", "nout1", "hub", "odd_sizes", "identity"}
+    return [table for table in small_tables() if table.name in wanted]

@@ -1,0 +1,100 @@
+"""The generated kernels on the device, bit for bit against the reference on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from tables import real_tables
+
+from knnpool_gen import pool_backward, pool_forward, pool_meta_from_indices
+from knnpool_gen.generated.dispatch import KERNELS
+from knnpool_gen.kernel import KernelKey
+from knnpool_gen.reference import reference_backward, reference_forward
+from knnpool_gen.verification import DeviceBackend, calls, difference, verify_kernel
+from knnpool_gen.verification.tables import Table, adversarial_values
+from knnpool_gen.vocabulary import Mode
+
+HALF_PRECISION = ("float16", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
+def test_equals_the_reference_on_small_tables(key: KernelKey) -> None:
+    verdict = verify_kernel(key, KERNELS[key], DeviceBackend())
+
+    assert verdict.faults == ()
+    assert verdict.cases > 60
+
+
+@pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
+def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
+    itemsize = getattr(torch, key.dtype).itemsize
+    fitting = [table for table in real_tables() if table.nin * key.rows * itemsize < 200_000]
+
+    verdict = verify_kernel(key, KERNELS[key], DeviceBackend(), list(calls(key, fitting, rows=[200])))
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 5
+
+
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
+@pytest.mark.parametrize("mode", ["max", "avg"])
+@pytest.mark.parametrize("table", real_tables(), ids=str)
+def test_the_chosen_variant_equals_the_reference(table: Table, mode: str, dtype: str) -> None:
+    meta = pool_meta_from_indices(table.indices, table.nin)
+    device_meta = pool_meta_from_indices(table.indices, table.nin, "cuda")
+    x = adversarial_values(77, table.nin, getattr(torch, dtype))
+    grad_y = adversarial_values(77, table.nout, getattr(torch, dtype), seed=1)
+
+    y, aux = pool_forward(device_meta, x.cuda(), mode)
+    grad_x = pool_backward(device_meta, grad_y.cuda(), aux, mode)
+
+    expected_y, expected_aux = reference_forward(meta, x, Mode(mode))
+    assert difference(y, expected_y) is None
+    assert aux is None or difference(aux, expected_aux) is None
+    assert difference(grad_x, reference_backward(meta, grad_y, expected_aux, Mode(mode))) is None
+
+
+def alexp0() -> tuple[torch.Tensor, int]:
+    (table,) = [table for table in real_tables() if table.name.startswith("alexnet64_pool0")]
+    return table.indices, table.nin
+
+
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_alexp0_at_full_size_equals_the_reference(mode: str) -> None:
+    indices, nin = alexp0()
+    meta = pool_meta_from_indices(indices, nin, "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(512, 96, nin, device="cuda", generator=generator).half()
+    grad_y = torch.randn(512, 96, meta.nout, device="cuda", generator=generator).half()
+
+    y, aux = pool_forward(meta, x, mode)
+    grad_x = pool_backward(meta, grad_y, aux, mode)
+
+    expected_y, expected_aux = reference_forward(meta, x, Mode(mode))
+    assert difference(y, expected_y) is None
+    assert aux is None or difference(aux, expected_aux) is None
+    assert difference(grad_x, reference_backward(meta, grad_y, expected_aux, Mode(mode))) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fovi") is None, reason="fovi is not installed")
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_alexp0_at_full_size_equals_fovi(mode: str) -> None:
+    from fovi.arch import knn_pool_cuda as fovi
+
+    indices, nin = alexp0()
+    meta = pool_meta_from_indices(indices, nin, "cuda")
+    theirs = fovi.pool_meta_from_indices(indices.cuda(), nin)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(512, 96, nin, device="cuda", generator=generator).half()
+    grad_y = torch.randn(512, 96, meta.nout, device="cuda", generator=generator).half()
+
+    y, aux = pool_forward(meta, x, mode)
+    their_y, their_aux = fovi.pool_forward(theirs, x, mode)
+
+    assert difference(y, their_y) is None
+    assert (aux is None) == (their_aux is None)
+    assert aux is None or difference(aux, their_aux) is None
+    their_grad_x = fovi.pool_backward(theirs, grad_y, their_aux, mode)
+    assert difference(pool_backward(meta, grad_y, aux, mode), their_grad_x) is None
