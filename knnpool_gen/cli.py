@@ -106,7 +106,8 @@ def show(variant: Annotated[str, typer.Argument(help="Name of a variant, as `lis
 def compile_variants(
     variants: VariantsArgument = None,
     arch: Annotated[
-        list[str] | None, typer.Option(help="Architecture, such as sm_90; may be repeated. All known ones if absent.")
+        list[str] | None,
+        typer.Option(help="Architecture, such as sm_90; may be repeated. All known ones if absent."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -158,7 +159,12 @@ def verify(
     else:
         table = Table("variant", "cases", "faults", box=None)
         for verdict in verdicts:
-            table.add_row(verdict.name, str(verdict.cases), str(len(verdict.faults)), style="red" if verdict.faults else "")
+            table.add_row(
+                verdict.name,
+                str(verdict.cases),
+                str(len(verdict.faults)),
+                style="red" if verdict.faults else "",
+            )
         stdout.print(table)
         for verdict in bad:
             for fault in verdict.faults[:5]:
@@ -198,7 +204,9 @@ def _print_json(value: object) -> None:
 
 def _progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """``items``, with a progress bar on a terminal and nothing elsewhere."""
-    yield from track(items, description=what, total=total, console=stderr, transient=True, disable=not stderr.is_terminal)
+    yield from track(
+        items, description=what, total=total, console=stderr, transient=True, disable=not stderr.is_terminal
+    )
 
 
 @contextmanager

@@ -19,9 +19,7 @@ from knnpool_gen.vocabulary import Mode
 
 
 @torch.no_grad()
-def reference_forward(
-    meta: PoolMeta, x: Tensor, mode: Mode, need_aux: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def reference_forward(meta: PoolMeta, x: Tensor, mode: Mode, need_aux: bool = True) -> tuple[Tensor, Tensor | None]:
     """Reduce every column of the table.
 
     Args:

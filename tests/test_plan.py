@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import Table, real_tables, small_tables
 from torch import Tensor, nn
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
@@ -31,6 +30,7 @@ from knnpool_gen.runtime.plan import (
     pool_meta_from_indices,
     resolve_device,
 )
+from tables import Table, real_tables, small_tables
 
 INTEGERS = (
     torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import DTYPES, Table, adversarial_values, assert_same_bits, small_tables
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime.plan import pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
+from tables import DTYPES, Table, adversarial_values, assert_same_bits, small_tables
 
 MODES = (Mode.MAX, Mode.AVG)
 INF = float("inf")

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
-from tables import Table, adversarial_values, assert_same_bits, real_tables, small_tables
 from torch import Tensor
 
 from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
+from tables import Table, adversarial_values, assert_same_bits, real_tables, small_tables
 
 MODES = (Mode.MAX, Mode.AVG)
 

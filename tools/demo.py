@@ -68,11 +68,18 @@ def compile_all() -> bool:
     total = len(KERNELS) * len(ARCHITECTURES)
     start = time.perf_counter()
     results = list(
-        track(compile_matrix(list(KERNELS.values()), ARCHITECTURES), "compiling", total=total, console=console, transient=True)
+        track(
+            compile_matrix(list(KERNELS.values()), ARCHITECTURES),
+            "compiling",
+            total=total,
+            console=console,
+            transient=True,
+        )
     )
     bad = [result for result in results if not result.ok]
+    elapsed = time.perf_counter() - start
     console.print(
-        f"compiled {len(KERNELS)} variants for {len(ARCHITECTURES)} architectures in {time.perf_counter() - start:.0f} s: "
+        f"compiled {len(KERNELS)} variants for {len(ARCHITECTURES)} architectures in {elapsed:.0f} s: "
         f"{len(bad)} failed or spilled, at most {max(result.registers for result in results)} registers"
     )
     return not bad

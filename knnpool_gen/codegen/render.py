@@ -32,7 +32,7 @@ class Renderer:
             lstrip_blocks=True,
             keep_trailing_newline=True,
             newline_sequence="\n",
-            autoescape=False,  # noqa: S701  the output is CUDA and Python
+            autoescape=False,
         )
 
     def source(self, variant: Variant) -> str:

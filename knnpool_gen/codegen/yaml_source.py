@@ -62,7 +62,8 @@ class Value:
         for key_node, value_node in self.node.value:
             key = Key(key_node.value if isinstance(key_node, yaml.ScalarNode) else "?", self._at(key_node))
             if key.name in lines:
-                self.faults.add(key.at, f"duplicate key {key.name!r} in {what}; it stands in line {lines[key.name]} already")
+                first = lines[key.name]
+                self.faults.add(key.at, f"duplicate key {key.name!r} in {what}; it stands in line {first} already")
             elif allowed is not None and key.name not in allowed:
                 self.faults.add(key.at, f"unknown key {key.name!r} in {what}; allowed: {', '.join(allowed)}")
             else:
@@ -100,7 +101,8 @@ class Value:
 
     def boolean(self, what: str) -> bool | None:
         """True or false."""
-        return self._scalar(what, "true or false", "tag:yaml.org,2002:bool", lambda text: text.lower() in ("true", "yes", "on"))
+        true = ("true", "yes", "on")
+        return self._scalar(what, "true or false", "tag:yaml.org,2002:bool", lambda text: text.lower() in true)
 
     def word(self, what: str, words: Mapping[str, T]) -> T | None:
         """What one of ``words`` stands for."""

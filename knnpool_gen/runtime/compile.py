@@ -74,9 +74,7 @@ def cubin(kernel: Kernel, arch: str, macros: Macros) -> bytes:
     """The compiled kernel, from the cache on disk if it is there."""
     source = read_source(kernel)
     definitions = _definitions(macros)
-    key = hashlib.sha256(
-        repr((source, OPTIONS, definitions, arch, cuda.nvrtc().getVersion())).encode()
-    ).hexdigest()
+    key = hashlib.sha256(repr((source, OPTIONS, definitions, arch, cuda.nvrtc().getVersion())).encode()).hexdigest()
     path = cache_folder() / f"{kernel.name}-{key[:32]}.cubin"
     cached = _read_cached(path)
     if cached is not None:

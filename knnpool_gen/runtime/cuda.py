@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 from knnpool_gen.errors import MissingDependencyError
@@ -16,19 +16,19 @@ from knnpool_gen.errors import MissingDependencyError
 EXTRAS = "pip install 'knnpool-gen[cuda12]' or 'knnpool-gen[cuda13]', whichever matches your CUDA driver"
 
 
-@lru_cache(maxsize=None)
+@cache
 def nvrtc() -> ModuleType:
     """CuPy's binding of the runtime compiler; needs no GPU."""
     return _cupy_module("nvrtc")
 
 
-@lru_cache(maxsize=None)
+@cache
 def driver() -> ModuleType:
     """CuPy's binding of the CUDA driver."""
     return _cupy_module("driver")
 
 
-@lru_cache(maxsize=None)
+@cache
 def runtime() -> ModuleType:
     """CuPy's binding of the CUDA runtime."""
     return _cupy_module("runtime")
@@ -42,7 +42,7 @@ def _cupy_module(name: str) -> ModuleType:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def include_folder() -> str:
     """Folder of ``cuda_fp16.h`` and its like: NVIDIA's pip wheels, conda, or an installed toolkit."""
     if importlib.util.find_spec("cuda.pathfinder") is None:

@@ -55,9 +55,7 @@ def _run(
     rs: int | None,
 ) -> None:
     device = next(iter(outputs.values())).device.index
-    problem = Problem(
-        direction, mode, dtype_name(dtype), meta.k, meta.nin, meta.nout, rows, aux="aux" in outputs
-    )
+    problem = Problem(direction, mode, dtype_name(dtype), meta.k, meta.nin, meta.nout, rows, aux="aux" in outputs)
     configuration = select(problem, device_facts(device), rs)
     if all(output.numel() == 0 for output in outputs.values()):
         return
@@ -75,9 +73,7 @@ def _run(
             launch(configuration, device, values)
 
 
-def _addresses(
-    configuration: Configuration, meta: PoolMeta, tensors: dict[str, Tensor], rows: int
-) -> dict[str, int]:
+def _addresses(configuration: Configuration, meta: PoolMeta, tensors: dict[str, Tensor], rows: int) -> dict[str, int]:
     """A value for every argument of the kernel: the call's tensors by name, the rest from the plan."""
     values = {"rows": rows, "aux": 0, **{name: tensor.data_ptr() for name, tensor in tensors.items()}}
     for name in configuration.kernel.arguments:

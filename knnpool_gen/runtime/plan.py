@@ -89,11 +89,18 @@ class PoolMeta:
             return self
         moved = object.__new__(PoolMeta)
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
-        return moved
+        return _finished(moved)
 
 
 def _moved(value: object, device: DeviceLike) -> object:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _finished(plan: PoolMeta) -> PoolMeta:
+    """Wait until the tensors are written: a plan is used from other streams than the one that built it."""
+    if plan.device.type == "cuda":
+        torch.cuda.current_stream(plan.device).synchronize()
+    return plan
 
 
 @_ordinary_tensors()
@@ -137,7 +144,7 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     nodes = table[real]  # both in order of k * Nout + n, which the stable sort keeps within a node
     entries = packed[real][nodes.argsort(stable=True)]
     ends = nodes.bincount(minlength=nin).cumsum(0)
-    return PoolMeta(
+    plan = PoolMeta(
         nin=nin,
         nout=nout,
         k=k,
@@ -149,6 +156,7 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         rev_kn=entries.to(torch.int32),
         device=device,
     )
+    return _finished(plan)
 
 
 class PlanCache:
@@ -294,9 +302,7 @@ def _table_of(layer: object) -> tuple[Tensor, int]:
     if nin is None:
         coordinates = getattr(layer, "in_coords", None)
         if coordinates is None:
-            raise UnsupportedTypeError(
-                f"{kind} has neither knn_pad_token_val nor in_coords to say what Nin is"
-            )
+            raise UnsupportedTypeError(f"{kind} has neither knn_pad_token_val nor in_coords to say what Nin is")
         nin = coordinates.shape[0]
     return indices, _checked_nin(nin)
 

@@ -5,4 +5,13 @@ from knnpool_gen.verification.calls import Call, calls
 from knnpool_gen.verification.compare import difference
 from knnpool_gen.verification.verdict import Verdict, verify_kernel
 
-__all__ = ["Backend", "Call", "DeviceBackend", "Verdict", "calls", "choose_backend", "difference", "verify_kernel"]
+__all__ = [
+    "Backend",
+    "Call",
+    "DeviceBackend",
+    "Verdict",
+    "calls",
+    "choose_backend",
+    "difference",
+    "verify_kernel",
+]

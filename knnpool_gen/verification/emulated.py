@@ -20,7 +20,7 @@ SMALL_DEVICE = DeviceFacts(
     multiprocessors=1,
     shared_per_block=227 * 1024,
     shared_per_multiprocessor=228 * 1024,
-    threads_per_multiprocessor=256,
+    threads_per_multiprocessor=128,
 )
 """Few blocks, so that each has several tiles to do."""
 UNWRITTEN = 0x55
@@ -86,6 +86,7 @@ def _prepare(kernel: Kernel, call: Call) -> tuple[Launch, dict[str, Tensor]]:
         block=configuration.threads,
         shared_bytes=configuration.shared_bytes,
         arguments=tuple(arguments),
+        concurrent=configuration.grid,
         misalign=MISALIGNMENT if call.misaligned else 0,
         parameters={**dict.fromkeys(MACROS, 0), **dict(configuration.macros)},
     )

@@ -19,10 +19,12 @@ class Table:
 
     @property
     def k(self) -> int:
+        """Slots of a column."""
         return self.indices.shape[0]
 
     @property
     def nout(self) -> int:
+        """Output nodes."""
         return self.indices.shape[1]
 
     def __str__(self) -> str:
@@ -71,18 +73,12 @@ def adversarial_values(rows: int, nin: int, dtype: torch.dtype, seed: int = 0) -
         return values[torch.randint(len(choices), (rows, nin), generator=generator)]
 
     ties = of(-1.0, -0.0, 0.0, 1.0, 1.0, 2.0)
-    tiny = of(
-        0.0, -0.0, denormal, -denormal, 3 * denormal, info.smallest_normal - denormal, info.smallest_normal
-    )
+    tiny = of(0.0, -0.0, denormal, -denormal, 3 * denormal, info.smallest_normal - denormal, info.smallest_normal)
     huge = of(info.max, -info.max, info.max, info.max / 2, info.max / 2 * (1 + info.eps), 1.0)
     nothing = of(torch.nan, -torch.inf, -torch.inf)
-    special = of(
-        torch.nan, torch.inf, -torch.inf, 0.0, -0.0, denormal, info.max, -info.max, 1.0, 1 + info.eps
-    )
+    special = of(torch.nan, torch.inf, -torch.inf, 0.0, -0.0, denormal, info.max, -info.max, 1.0, 1 + info.eps)
     which = of(0, 0, 1, 1, 2, 5)
-    mixed = torch.where(
-        which == 0, normals, torch.where(which == 1, ties, torch.where(which == 2, tiny, special))
-    )
+    mixed = torch.where(which == 0, normals, torch.where(which == 1, ties, torch.where(which == 2, tiny, special)))
     themes = torch.stack([mixed, normals, ties, special, tiny, nothing, huge])
     rows_of_themes = torch.arange(rows)
     return themes[rows_of_themes % len(themes), rows_of_themes].to(dtype)

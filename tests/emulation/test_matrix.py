@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import real_tables
 
 from knnpool_gen.emulator import Sanitizer
 from knnpool_gen.generated.dispatch import KERNELS
@@ -15,8 +14,7 @@ from knnpool_gen.kernel import KernelKey
 from knnpool_gen.verification import calls, verify_kernel
 from knnpool_gen.verification.emulated import EmulatedBackend
 from knnpool_gen.verification.tables import Table, small_tables
-
-pytestmark = pytest.mark.xdist_group  # replaced below by one group a variant: its builds are shared
+from tables import real_tables
 
 
 def by_name(key: KernelKey) -> str:
@@ -57,18 +55,11 @@ def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
 
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD], ids=lambda sanitizer: sanitizer.value)
 def test_is_clean_under_sanitizers(sanitized_key: KernelKey, sanitizer: Sanitizer) -> None:
-    kernel = KERNELS[sanitized_key]
-    tables = _small_but_varied()
+    given = list(calls(sanitized_key, _small_but_varied(), rows=[2 * sanitized_key.rows + 1]))
 
-    verdict = verify_kernel(
-        sanitized_key, kernel, EmulatedBackend(sanitizer), list(calls(sanitized_key, tables, rows=[2 * kernel_rows(sanitized_key) + 1]))
-    )
+    verdict = verify_kernel(sanitized_key, KERNELS[sanitized_key], EmulatedBackend(sanitizer), given)
 
     assert verdict.faults == ()
-
-
-def kernel_rows(key: KernelKey) -> int:
-    return key.rows
 
 
 def _small_but_varied() -> list[Table]:

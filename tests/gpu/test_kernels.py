@@ -6,7 +6,6 @@ import importlib.util
 
 import pytest
 import torch
-from tables import real_tables
 
 from knnpool_gen import pool_backward, pool_forward, pool_meta_from_indices
 from knnpool_gen.generated.dispatch import KERNELS
@@ -15,6 +14,7 @@ from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.verification import DeviceBackend, calls, difference, verify_kernel
 from knnpool_gen.verification.tables import Table, adversarial_values
 from knnpool_gen.vocabulary import Mode
+from tables import real_tables
 
 HALF_PRECISION = ("float16", "bfloat16", "float32")
 
@@ -78,6 +78,7 @@ def test_alexp0_at_full_size_equals_the_reference(mode: str) -> None:
     assert difference(grad_x, reference_backward(meta, grad_y, expected_aux, Mode(mode))) is None
 
 
+@pytest.mark.filterwarnings("ignore:ExternalStream:DeprecationWarning")
 @pytest.mark.skipif(importlib.util.find_spec("fovi") is None, reason="fovi is not installed")
 @pytest.mark.parametrize("mode", ["max", "avg"])
 def test_alexp0_at_full_size_equals_fovi(mode: str) -> None:

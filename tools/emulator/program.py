@@ -27,7 +27,7 @@ _SHOWN = 20_000  # characters of a sanitizer's report that a message keeps
 
 
 class EmulationError(KernelError):
-    """A source cannot be emulated, or its run failed; the message holds the compiler's or sanitizer's report."""
+    """A source cannot be emulated or its run failed; the message holds the report of g++ or the sanitizer."""
 
 
 class Sanitizer(str, Enum):
@@ -79,8 +79,8 @@ class Program:
     def run(self, kernel: str, launches: Sequence[Launch], *, timeout: float = 120.0) -> None:
         """Run the launches one after another and update their writable arrays in place.
 
-        Raises :class:`EmulationError` with the report of what went wrong, or when ``timeout`` seconds are over;
-        arrays are left as they were then. A kernel that writes to a read-only array has gone wrong, too.
+        Raises :class:`EmulationError` with the report of what went wrong, and when ``timeout`` seconds are
+        over; arrays are then as they were. To write to a read-only array is wrong, too.
         """
         if kernel not in self.kernels:
             raise EmulationError(f"{self.source} has no kernel {kernel}; it has {', '.join(self.kernels)}")
@@ -93,7 +93,11 @@ class Program:
             command = [*_fixed_addresses(self.sanitizer), str(self.path), str(case_path), str(result_path)]
             try:
                 child = subprocess.run(
-                    command, env={**os.environ, **_OPTIONS}, capture_output=True, errors="replace", timeout=timeout
+                    command,
+                    env={**os.environ, **_OPTIONS},
+                    capture_output=True,
+                    errors="replace",
+                    timeout=timeout,
                 )
                 failure = _describe_exit(child.returncode) + child.stderr if child.returncode else ""
             except subprocess.TimeoutExpired:
@@ -140,7 +144,7 @@ class Program:
                 f"{launch.shared_bytes} bytes shared{parameters})"
             )
         if "unexpected memory mapping" in failure:
-            failure += "this kernel spreads addresses too far: sysctl vm.mmap_rnd_bits=28, or install setarch\n"
+            failure += "Linux spreads addresses too far: sysctl vm.mmap_rnd_bits=28, or install setarch\n"
         if len(failure) > _SHOWN:
             failure = failure[:_SHOWN] + "\n...\n"
         return f"{where}: {failure.rstrip()}"
@@ -155,7 +159,7 @@ class Program:
                     array[...] = np.frombuffer(raw, array.dtype).reshape(array.shape)
             elif raw != array.tobytes():
                 raise EmulationError(
-                    f"{self.source}: {kernel} writes to a read-only array, {array.dtype} of shape {array.shape}"
+                    f"{self.source}: {kernel} writes to a read-only array: {array.dtype}, shape {array.shape}"
                 )
 
 

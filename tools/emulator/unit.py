@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .program import EmulationError
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT_OR_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 # Shared memory has no equivalent in C++. Its declarations, one variable each and inside a function, become
 # references to memory of the block.
 _VARIABLE = r"(?:(?:__align__|alignas)\s*\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+[\w:]+)*)\s+(\w+)"
@@ -31,7 +31,7 @@ def translate(name: str, source: str, parameters: Sequence[str]) -> Unit:
 
     Each macro in ``parameters`` becomes a variable, so none may decide what the preprocessor keeps.
     """
-    code = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", source)
+    code = _COMMENT_OR_TEXT.sub(_blank_comment, source)
     _check_parameters(name, code, parameters)
     body = _DYNAMIC_SHARED.sub(r"\1* const \2 = static_cast<\1*>(emu::dynamic_shared());", code)
     body = _STATIC_SHARED.sub(r"auto& \2 = emu::static_shared_variable<\1\3, __COUNTER__>();", body)
@@ -49,6 +49,11 @@ def translate(name: str, source: str, parameters: Sequence[str]) -> Unit:
     return Unit("\n".join(lines) + "\n", tuple(bounds))
 
 
+def _blank_comment(found: re.Match[str]) -> str:
+    text = found[0]
+    return text if text.startswith('"') else "\n" * text.count("\n") or " "
+
+
 def _check_parameters(name: str, code: str, parameters: Sequence[str]) -> None:
     for number, line in enumerate(code.splitlines(), 1):
         if not re.match(r"\s*#\s*(if|elif)\b", line):
@@ -56,6 +61,6 @@ def _check_parameters(name: str, code: str, parameters: Sequence[str]) -> None:
         for parameter in parameters:
             if re.search(rf"(?<!defined\()(?<!defined )\b{re.escape(parameter)}\b", line):
                 raise EmulationError(
-                    f"{name}:{number}: {parameter} is a run-time parameter here, so #if cannot test its value; "
+                    f"{name}:{number}: {parameter} is a variable in emulation, so #if cannot test it; "
                     "use a plain if"
                 )
