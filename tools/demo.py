@@ -30,7 +30,7 @@ from knnpool_gen.vocabulary import Direction, Mode, Staging
 TABLES = Path(__file__).parent.parent / "tests" / "data" / "fovi_tables.npz"
 CHANNELS = 96
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def alexp0() -> NeighbourTable:

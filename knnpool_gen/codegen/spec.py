@@ -1,35 +1,54 @@
-"""specs/*.yaml to variants. The only module that knows what the YAML looks like.
+"""specs/*.yaml to variants. The only module that knows what the specs say.
 
-All faults of a run are reported together, as ``file:line: what is wrong; what is allowed``.
+All faults of a run are reported together, as ``file:line: what is wrong; what is allowed``. One fault is
+reported once: what follows from it alone, such as a dtype that is unknown because dtypes.yaml cannot be
+read, is not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from knnpool_gen.codegen.variant import DType, ModeSpec, PlanTable, TileValue, Variant
 from knnpool_gen.codegen.yaml_source import Faults, Value, read_yaml
+from knnpool_gen.errors import SpecError
+from knnpool_gen.kernel import KernelKey
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 
-AXES = ("direction", "mode", "dtype", "staging", "rows")
+AXES = KernelKey._fields
+DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+"""Names of dtypes become parts of file names and symbols, also where file names ignore case."""
 ACCUMULATE = {name: name for name in ("float32", "float64")}
+MAX_BYTES = 8
+MAX_VECTOR = 16
 MAX_ROWS = 32
-"""Rows of the tallest tile: a warp's worth."""
+"""Rows of the tallest tile: more leave no shared memory for real tables and no registers for a thread's rows.
+Powers of two alone, so that the values of a node fill whole reads of up to 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Specs:
-    """Everything the specs say; ``variants`` in the order of the matrix."""
+    """Everything the specs say; ``variants`` in the order in which the matrix lists its values."""
 
     dtypes: tuple[DType, ...]
     modes: tuple[ModeSpec, ...]
     variants: tuple[Variant, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse two variants of one name: one would overwrite the other's file."""
+        names = [variant.name for variant in self.variants]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(f"more than one variant is named {', '.join(twice)}")
 
 
 def load_specs(folder: Path) -> Specs:
@@ -38,176 +57,235 @@ def load_specs(folder: Path) -> Specs:
     Raises:
         SpecError: all faults, a line each.
     """
+    folder = folder.absolute()  # messages begin with its name, which "." does not have
     faults = Faults()
     dtypes = _read_dtypes(read_yaml(folder / "dtypes.yaml", faults))
     modes = _read_modes(read_yaml(folder / "modes.yaml", faults))
-    variants = _read_variants(read_yaml(folder / "variants.yaml", faults), dtypes, modes)
+    keys = _read_variants(read_yaml(folder / "variants.yaml", faults), dtypes, modes)
     faults.raise_if_any()
     return Specs(
-        tuple(entry.value for entry in dtypes.values()),
-        tuple(entry.value for entry in modes.values()),
-        tuple(variants),
+        tuple(dtypes.read.values()),
+        tuple(modes.read.values()),
+        tuple(
+            Variant(key.direction, modes.read[key.mode.value], dtypes.read[key.dtype], key.staging, key.rows)
+            for key in keys
+        ),
     )
 
 
+# --- dtypes.yaml and modes.yaml
+
+
 @dataclass(frozen=True)
-class _Entry(Generic[T]):
-    """Something read, and where it stands."""
+class _Definitions(Generic[T]):
+    """The entries of a file, by name."""
 
-    value: T
-    at: Value
-
-
-def _read_dtypes(root: Value | None) -> dict[str, _Entry[DType]]:
-    result: dict[str, _Entry[DType]] = {}
-    for key, value in ((root and root.mapping("dtypes.yaml")) or {}).items():
-        what = f"dtype {key.name!r}"
-        fields = value.fields(what, ("bytes", "cuda_value", "vector", "accumulate"))
-        if fields is None:
-            continue
-        dtype = DType(
-            name=key.name,
-            bytes=_power_of_two(fields, "bytes", what, 8),
-            cuda_value=fields["cuda_value"].text(f"cuda_value of {what}") or "",
-            vector=_power_of_two(fields, "vector", what, 16),
-            accumulate=fields["accumulate"].word("accumulate", ACCUMULATE) or "",
-        )
-        result[key.name] = _Entry(dtype, key.at)
-    return result
+    places: Mapping[str, Value] | None
+    """Where each stands, also those with faults; None if the file could not be read."""
+    read: Mapping[str, T]
 
 
-def _read_modes(root: Value | None) -> dict[str, _Entry[ModeSpec]]:
-    result: dict[str, _Entry[ModeSpec]] = {}
-    known = {mode.value: mode for mode in Mode}
-    for key, value in ((root and root.mapping("modes.yaml", known)) or {}).items():
-        what = f"mode {key.name!r}"
-        fields = value.fields(what, ("aux", "forward_reads", "backward_reads", "backward_tile"))
-        if fields is None:
-            continue
-        tiles = {tile.value: tile for tile in TileValue}
-        spec = ModeSpec(
-            mode=known[key.name],
-            aux=bool(fields["aux"].boolean(f"aux of {what}")),
-            forward_reads=_plan_tables(fields, "forward_reads", what),
-            backward_reads=_plan_tables(fields, "backward_reads", what),
-            backward_tile=fields["backward_tile"].word("backward_tile", tiles) or TileValue.VALUE,
-        )
-        result[key.name] = _Entry(spec, key.at)
-    return result
+def _read_definitions(
+    root: Value | None, file: str, allowed: Sequence[str] | None, read: Callable[[str, Value], T | None]
+) -> _Definitions[T]:
+    entries = root.mapping(file, allowed) if root else None
+    if entries is None:
+        return _Definitions(None, {})
+    results = {key.name: read(key.name, value) for key, value in entries.items()}
+    return _Definitions(
+        places={key.name: key.at for key in entries},
+        read={name: result for name, result in results.items() if result is not None},
+    )
 
 
-def _plan_tables(fields: dict[str, Value], name: str, what: str) -> tuple[PlanTable, ...]:
-    words = {table.value: table for table in PlanTable}
-    read = [item.word("plan table", words) for item in fields[name].items(f"{name} of {what}") or ()]
-    return tuple(table for table in read if table is not None)
+def _read_dtypes(root: Value | None) -> _Definitions[DType]:
+    definitions = _read_definitions(root, "dtypes.yaml", None, _read_dtype)
+    for name, at in (definitions.places or {}).items():
+        if not DTYPE_NAME.fullmatch(name):
+            at.faults.add(at, f"dtype {name!r} must be named by small letters, digits and underscores")
+    return definitions
 
 
-def _power_of_two(fields: dict[str, Value], name: str, what: str, most: int) -> int:
-    number = fields[name].integer(f"{name} of {what}")
-    return _checked_power_of_two(fields[name], number, f"{name} of {what}", most) or 1
-
-
-def _checked_power_of_two(at: Value, number: int | None, what: str, most: int) -> int | None:
-    if number is not None and (number < 1 or number > most or number & (number - 1)):
-        at.faults.add(at, f"{what} must be a power of two from 1 to {most}, not {number}")
+def _read_dtype(name: str, value: Value) -> DType | None:
+    what = f"dtype {name!r}"
+    fields = value.fields(what, ("bytes", "cuda_value", "vector", "accumulate"))
+    if fields is None:
         return None
-    return number
+    return DType(
+        name=name,
+        bytes=_power_of_two(fields["bytes"], f"bytes of {what}", MAX_BYTES) or 1,
+        cuda_value=_some_text(fields["cuda_value"], f"cuda_value of {what}", "name a CUDA type") or "",
+        vector=_power_of_two(fields["vector"], f"vector of {what}", MAX_VECTOR) or 1,
+        accumulate=fields["accumulate"].word("accumulate", ACCUMULATE) or "",
+    )
 
 
-def _read_variants(
-    root: Value | None, dtypes: dict[str, _Entry[DType]], modes: dict[str, _Entry[ModeSpec]]
-) -> list[Variant]:
-    fields = root and root.fields("variants.yaml", ("matrix",), ("exclude",))
-    if not fields:
+def _read_modes(root: Value | None) -> _Definitions[ModeSpec]:
+    return _read_definitions(root, "modes.yaml", [mode.value for mode in Mode], _read_mode)
+
+
+def _read_mode(name: str, value: Value) -> ModeSpec | None:
+    what = f"mode {name!r}"
+    fields = value.fields(what, ("aux", "forward_reads", "backward_reads", "backward_tile"))
+    if fields is None:
+        return None
+    return ModeSpec(
+        mode=Mode(name),
+        aux=bool(fields["aux"].boolean(f"aux of {what}")),
+        forward_reads=_plan_tables(fields["forward_reads"], f"forward_reads of {what}"),
+        backward_reads=_plan_tables(fields["backward_reads"], f"backward_reads of {what}"),
+        backward_tile=fields["backward_tile"].word("backward_tile", _words(TileValue)) or TileValue.VALUE,
+    )
+
+
+def _plan_tables(value: Value, what: str) -> tuple[PlanTable, ...]:
+    items = value.items(what) or []
+    return tuple(_distinct(items, what, lambda item: item.word("plan table", _words(PlanTable))) or ())
+
+
+# --- variants.yaml
+
+
+def _read_variants(root: Value | None, dtypes: _Definitions[DType], modes: _Definitions[ModeSpec]) -> list[KernelKey]:
+    """The combinations that are left; incomplete if there are faults."""
+    fields = root.fields("variants.yaml", ("matrix",), ("exclude",)) if root else None
+    axes = fields["matrix"].fields("matrix", AXES) if fields else None
+    if fields is None or axes is None:
         return []
-    axes = fields["matrix"].fields("matrix", AXES)
-    if axes is None:
-        return []
-    readers: dict[str, Callable[[Value], object]] = {
-        "direction": lambda value: value.word("direction", {word.value: word for word in Direction}),
-        "mode": lambda value: value.word("mode", {name: name for name in modes}),
-        "dtype": lambda value: value.word("dtype", {name: name for name in dtypes}),
-        "staging": lambda value: value.word("staging", {word.value: word for word in Staging}),
-        "rows": lambda value: _checked_power_of_two(value, value.integer("rows"), "rows", MAX_ROWS),
-    }
-    matrix = {axis: _read_axis(axes[axis], axis, readers[axis]) for axis in AXES}
-    points = list(itertools.product(*([entry.value for entry in matrix[axis]] for axis in AXES)))
-    kept = points
-    for item in (fields["exclude"].items("exclude") or ()) if "exclude" in fields else ():
-        kept = _exclude(item, kept, readers)
-    if all(matrix.values()):
-        _check_all_used(matrix, kept, dtypes, modes)
-    return [
-        Variant(direction, modes[mode].value, dtypes[dtype].value, staging, rows)  # type: ignore[arg-type,index]
-        for direction, mode, dtype, staging, rows in kept
+    readers = _axis_readers(dtypes.places, modes.places)
+    matrix = {axis: _read_axis(axes[axis].items(axis), axes[axis], axis, readers[axis]) for axis in AXES}
+    _check_listed("dtype", dtypes.places, matrix["dtype"])
+    _check_listed("mode", modes.places, matrix["mode"])
+    excludes = [
+        _read_exclude(item, readers)
+        for item in (fields["exclude"].items("exclude") or () if "exclude" in fields else ())
     ]
+    complete = {axis: values for axis, values in matrix.items() if values is not None}
+    if len(complete) < len(AXES):
+        return []
+    keys = [KernelKey(*values) for values in itertools.product(*complete.values())]
+    for exclude in excludes:
+        if exclude is not None:
+            keys = exclude.apply(keys)
+    _check_used(complete, keys)
+    return keys
 
 
-def _read_axis(value: Value, axis: str, read: Callable[[Value], object]) -> list[_Entry[object]]:
-    items = value.items(axis)
+_AxisReader = Callable[[Value], Any]
+"""Reads one value of an axis; None after a fault."""
+_Axis = Mapping[Any, Value]
+"""The values of an axis and where each stands."""
+
+
+def _axis_readers(dtypes: Mapping[str, Value] | None, modes: Mapping[str, Value] | None) -> dict[str, _AxisReader]:
+    known_dtypes = None if dtypes is None else {name: name for name in dtypes}
+    known_modes = {mode.value: mode for mode in Mode if modes is None or mode.value in modes}
+
+    def read_dtype(value: Value) -> str | None:
+        return value.text("dtype") if known_dtypes is None else value.word("dtype", known_dtypes)
+
+    return {
+        "direction": lambda value: value.word("direction", _words(Direction)),
+        "mode": lambda value: value.word("mode", known_modes),
+        "dtype": read_dtype,
+        "staging": lambda value: value.word("staging", _words(Staging)),
+        "rows": lambda value: _power_of_two(value, "rows", MAX_ROWS),
+    }
+
+
+def _read_axis(items: Sequence[Value] | None, at: Value, axis: str, read: _AxisReader) -> _Axis | None:
     if items is not None and not items:
-        value.faults.add(value, f"{axis} lists nothing")
-    entries: list[_Entry[object]] = []
-    for item in items or ():
-        found = read(item)
-        if found is None:
-            continue
-        if found in (entry.value for entry in entries):
-            item.faults.add(item, f"{_shown(found)} stands twice in {axis}")
-        else:
-            entries.append(_Entry(found, item))
-    return entries
+        at.faults.add(at, f"{axis} lists nothing")
+    return _distinct(items, axis, read) if items else None
 
 
-def _exclude(
-    item: Value, points: Sequence[tuple[object, ...]], readers: dict[str, Callable[[Value], object]]
-) -> list[tuple[object, ...]]:
+@dataclass(frozen=True)
+class _Exclude:
+    """An entry of ``exclude``."""
+
+    at: Value
+    wanted: Mapping[str, _Axis]
+    """The axes it names and the values it names of each."""
+
+    def apply(self, keys: Sequence[KernelKey]) -> list[KernelKey]:
+        """The keys it leaves."""
+        kept = [key for key in keys if not all(getattr(key, axis) in values for axis, values in self.wanted.items())]
+        if len(kept) == len(keys):
+            self.at.faults.add(self.at, "this exclude matches no variant that is left; remove it")
+        return kept
+
+
+def _read_exclude(item: Value, readers: Mapping[str, _AxisReader]) -> _Exclude | None:
     fields = item.fields("exclude", ("why",), AXES)
     if fields is None:
-        return list(points)
-    why = fields["why"].text("why")
-    if why is not None and not why.strip():
-        item.faults.add(fields["why"], "why is empty; say what speaks against these variants")
-    wanted: dict[int, list[object]] = {}
-    for position, axis in enumerate(AXES):
-        if axis in fields:
-            values = fields[axis].items(axis) if fields[axis].is_list else [fields[axis]]
-            wanted[position] = [readers[axis](value) for value in values or ()]
-    if not wanted:
+        return None
+    _some_text(fields["why"], "why", "say what speaks against these variants")
+    named = [axis for axis in AXES if axis in fields]
+    if not named:
         item.faults.add(item, f"exclude names no axis; allowed: {', '.join(AXES)}")
-        return list(points)
-    if any(value is None for values in wanted.values() for value in values):
-        return list(points)
-
-    def matches(point: tuple[object, ...]) -> bool:
-        return all(point[position] in values for position, values in wanted.items())
-
-    kept = [point for point in points if not matches(point)]
-    if len(kept) == len(points):
-        item.faults.add(item, "this exclude matches no variant that is left; remove it")
-    return kept
+        return None
+    wanted: dict[str, _Axis] = {}
+    for axis in named:
+        value = fields[axis]
+        values = _read_axis(value.items(axis) if value.is_list else [value], value, axis, readers[axis])
+        if values is not None:
+            wanted[axis] = values
+    return _Exclude(item, wanted) if len(wanted) == len(named) else None
 
 
-def _check_all_used(
-    matrix: dict[str, list[_Entry[object]]],
-    kept: Sequence[tuple[object, ...]],
-    dtypes: dict[str, _Entry[DType]],
-    modes: dict[str, _Entry[ModeSpec]],
-) -> None:
-    for position, axis in enumerate(AXES):
-        used = {point[position] for point in kept}
-        for entry in matrix[axis]:
-            if entry.value not in used:
-                entry.at.faults.add(entry.at, f"no variant uses {axis} {_shown(entry.value)}: every one is excluded")
-    defined = {
-        "dtype": {name: entry.at for name, entry in dtypes.items()},
-        "mode": {name: entry.at for name, entry in modes.items()},
-    }
-    for axis, places in defined.items():
-        listed = {entry.value for entry in matrix[axis]}
-        for name, at in places.items():
-            if name not in listed:
-                at.faults.add(at, f"{axis} {name!r} is defined here and used by no variant")
+def _check_listed(axis: str, defined: Mapping[str, Value] | None, listed: _Axis | None) -> None:
+    if defined is None or listed is None:
+        return
+    for name, at in defined.items():
+        if name not in listed:
+            at.faults.add(at, f"{axis} {name!r} is defined here and used by no variant")
+
+
+def _check_used(matrix: Mapping[str, _Axis], keys: Sequence[KernelKey]) -> None:
+    for axis, values in matrix.items():
+        used = {getattr(key, axis) for key in keys}
+        for value, at in values.items():
+            if value not in used:
+                at.faults.add(at, f"no variant uses {axis} {_shown(value)}: every one is excluded")
+
+
+# --- values
+
+
+def _distinct(items: Sequence[Value] | None, what: str, read: Callable[[Value], T | None]) -> dict[T, Value] | None:
+    """What ``items`` say and where; one that stands twice is a fault. None if one cannot be read."""
+    if items is None:
+        return None
+    found: dict[T, Value] = {}
+    complete = True
+    for item in items:
+        value = read(item)
+        if value is None:
+            complete = False
+        elif value in found:
+            item.faults.add(item, f"{_shown(value)} stands twice in {what}")
+        else:
+            found[value] = item
+    return found if complete else None
+
+
+def _words(enum: type[E]) -> dict[str, E]:
+    return {word.value: word for word in enum}
+
+
+def _some_text(value: Value, what: str, hint: str) -> str | None:
+    text = value.text(what)
+    if text is not None and not text.strip():
+        value.faults.add(value, f"{what} is empty; {hint}")
+    return text
+
+
+def _power_of_two(value: Value, what: str, most: int) -> int | None:
+    number = value.integer(what)
+    if number is not None and (number < 1 or number > most or number & (number - 1)):
+        value.faults.add(value, f"{what} must be a power of two from 1 to {most}, not {number}")
+        return None
+    return number
 
 
 def _shown(value: object) -> str:

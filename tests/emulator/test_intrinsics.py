@@ -83,19 +83,20 @@ def test_widening_is_exact_for_all_values(program: Program) -> None:
 
     for row in range(2):
         np.testing.assert_array_equal(half[row], [HALF.decode(int(b)) for b in bits])
-        np.testing.assert_array_equal(np.signbit(half[row]), bits >= 0x8000)
+        numbers = ~np.isnan(half[row])  # the sign of a NaN is lost, as on the device
+        np.testing.assert_array_equal(np.signbit(half[row])[numbers], (bits >= 0x8000)[numbers])
         np.testing.assert_array_equal(bfloat[row], (bits.astype(np.uint32) << 16).view(np.float32))
 
 
 def test_narrowing_rounds_to_nearest_even(program: Program) -> None:
     rng = np.random.default_rng(1)
-    exponents = np.arange(-149, 129)
+    exponents = np.arange(-149, 128)
     singles = (rng.uniform(1, 2, len(exponents)) * 2.0**exponents).astype(np.float32)
     ties = np.array([v for kind in (HALF, BFLOAT16) for b in rng.integers(0, kind.infinity - 1, 150)
                      for v in [(kind.decode(int(b)) + kind.decode(int(b) + 1)) / 2]], np.float64)  # fmt: skip
     near_ties = np.concatenate([np.nextafter(ties, 0), np.nextafter(ties, np.inf)])
     largest = np.array([65504, 65519.99, 65520, 3.3895e38, 3.3961e38, 1e-45, 5.9e-8, 2.98e-8, 0.0])
-    wide = np.concatenate([singles[np.isfinite(singles)].astype(float), ties, near_ties, largest])
+    wide = np.concatenate([singles.astype(float), ties, near_ties, largest])
     wide = np.concatenate([wide, -wide])
     with np.errstate(over="ignore", under="ignore"):
         x = wide.astype(np.float32)
@@ -134,9 +135,11 @@ def test_narrow_arithmetic_is_correctly_rounded(program: Program, kind: Format, 
     # Neighbouring exponents, so that sums round; and denormals, so that products do.
     a, b, c = (rng.integers(0, kind.infinity, n) | (rng.integers(0, 2, n) << 15) for _ in range(3))
     a[: n // 2] = b[: n // 2] ^ rng.integers(0, 0x400, n // 2)
+    a[a & 0x7FFF >= kind.infinity] = 1
     a[:100] %= 1 << kind.mantissa_bits
     c[100:400] = [
-        kind.encode(Fraction(-kind.decode(int(p)) * kind.decode(int(q))), False) for p, q in zip(a[100:400], b[100:400])
+        kind.encode(Fraction(-kind.decode(int(p)) * kind.decode(int(q))), False)
+        for p, q in zip(a[100:400], b[100:400], strict=True)
     ]
     c[c & 0x7FFF == kind.infinity] = 0
     a, b, c = (v.astype(np.uint16) for v in (a, b, c))
@@ -202,7 +205,8 @@ def test_wide_arithmetic(program: Program, kernel: str, dtype: type) -> None:
             np.testing.assert_array_equal(got, want)
     finite = np.isfinite(a) & np.isfinite(b)
     exact = [
-        Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r)) for p, q, r in zip(a[finite], b[finite], c[finite])
+        Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))
+        for p, q, r in zip(a[finite], b[finite], c[finite], strict=True)
     ]
     assert out[4][finite].tolist() == [nearest_in(dtype, value) for value in exact]
     assert (np.abs(out[2][200:300]) < info.tiny).any(), "denormal products are kept"
@@ -229,7 +233,9 @@ def test_byte_perm(program: Program) -> None:
         source = int(x[i]).to_bytes(4, "little") + int(y[i]).to_bytes(4, "little")
         nibbles = [int(selector[i]) >> shift & 15 for shift in (0, 4, 8, 12)]
         picked = [source[nibble & 7] for nibble in nibbles]
-        signed = [(0xFF if byte > 127 else 0) if nibble & 8 else byte for byte, nibble in zip(picked, nibbles)]
+        signed = [
+            (0xFF if byte > 127 else 0) if nibble & 8 else byte for byte, nibble in zip(picked, nibbles, strict=True)
+        ]
         assert int(out[i]) == int.from_bytes(bytes(signed), "little")
 
 

@@ -79,7 +79,7 @@ def test_launches_share_an_array_that_is_given_twice(plain: Program) -> None:
 
 def test_denormals_are_kept(program: Program) -> None:
     tiny = np.float32(1e-42)
-    x = np.array([[tiny, 2 * tiny, 0, -tiny]])
+    x = np.array([[tiny, 2 * tiny, 0, -tiny]], np.float32)
     y = np.zeros((1, 1), np.float32)
     indices = np.array([[0], [1]], np.int32)
     parameters = {"K": 2, "NIN": 4, "NOUT": 1, "THREADS": 32}

@@ -59,7 +59,8 @@ void* static_shared(int variable);         // ... and this is the one of the blo
 void block_barrier(int line);
 int block_count(int predicate, int line);  // a barrier that counts the threads whose predicate holds
 void warp_barrier(unsigned mask);
-// Posts a value, waits for all lanes of the mask and copies what they posted. Returns the lanes that exist.
+// Posts a value, waits for all lanes of the mask and copies what they posted; orders nothing else, as on the
+// device. Returns the lanes that exist.
 unsigned warp_exchange(unsigned mask, uint64_t value, uint64_t (&values)[32]);
 unsigned warp_active();
 
@@ -125,7 +126,7 @@ inline void __threadfence_block() {}
 // ---------------------------------------------------------------- warp intrinsics
 namespace emu {
 template <class T> T shuffle(unsigned mask, T value, int source) {
-    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 8);
+    static_assert(std::is_trivially_destructible_v<T> && sizeof(T) <= 8);
     uint64_t raw = 0, values[32];
     std::memcpy(&raw, &value, sizeof value);
     if (!(warp_exchange(mask, raw, values) >> source & 1)) fail("a shuffle reads a lane outside the mask");

@@ -147,6 +147,8 @@ struct Block {
     Barrier barrier;
     int line = 0;                      // of the __syncthreads that threads wait at
     int counts[2] = {0, 0};            // of __syncthreads_count, by generation
+    char begin, end;                   // What TSan orders the launch's begin and end by: two, for a thread that
+                                       // ends must not be ordered before one that begins later.
 
     // Shared memory is filled with 0xff (NaN as a float, -1 as an index): a use of what nobody wrote shows up.
     Block(const Launch& launch, unsigned index, int first_fiber) : threads(launch.block), warps((launch.block + WARP - 1) / WARP) {
@@ -228,9 +230,9 @@ static void to_fiber(Thread& t) {
 
 static void fiber_main() {
     EMU_ASAN(__sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);)
-    EMU_TSAN(__tsan_acquire(running->parent);)  // released by start(): all that came before the launch
+    EMU_TSAN(__tsan_acquire(&running->parent->begin);)  // released by start(): all that came before
     body(values);
-    EMU_TSAN(__tsan_release(running->parent);)  // acquired at the end of the launch
+    EMU_TSAN(__tsan_release(&running->parent->end);)  // acquired when the group is done
     running->returned = true;
     running->warp->returned |= 1u << running->lane;
     to_scheduler(true);
@@ -246,13 +248,17 @@ static void start(Block& b) {
         t.stack_pointer = top;
         EMU_TSAN(tsan_fiber_of(t.fiber);)
     }
-    EMU_TSAN(__tsan_release(&b);)
+    EMU_TSAN(__tsan_release(&b.begin);)
 }
 
 // ---------------------------------------------------------------- barriers
-// Waits until `count` threads arrived; the last one runs `open`.
-template <class Open> static void pass(Barrier& barrier, int count, const char* place, int line, Open open) {
-    EMU_TSAN(char* order = &barrier.order[barrier.generation & 1]; __tsan_release(order);)
+// Waits until `count` threads arrived; the last one runs `open`. Only where `orders_memory` may a thread rely on
+// what the others wrote before.
+template <class Open>
+static void pass(Barrier& barrier, int count, bool orders_memory, const char* place, int line, Open open) {
+    EMU_TSAN(char* order = &barrier.order[barrier.generation & 1];)
+    EMU_TSAN(if (orders_memory) __tsan_release(order);)
+    (void)orders_memory;
     if (++barrier.arrived == count) {
         barrier.arrived = 0;
         open();
@@ -266,7 +272,7 @@ template <class Open> static void pass(Barrier& barrier, int count, const char* 
         to_scheduler(false);
         t.awaited = nullptr;
     }
-    EMU_TSAN(__tsan_acquire(order);)
+    EMU_TSAN(if (orders_memory) __tsan_acquire(order);)
 }
 
 int block_count(int predicate, int line) {
@@ -278,12 +284,13 @@ int block_count(int predicate, int line) {
     const unsigned generation = b.barrier.generation;
     b.counts[generation & 1] += predicate;
     // When a barrier opens, everybody has read the count of the one before.
-    pass(b.barrier, static_cast<int>(b.threads.size()), "__syncthreads", line, [&] { b.counts[~generation & 1] = 0; });
+    pass(b.barrier, static_cast<int>(b.threads.size()), true, "__syncthreads", line,
+         [&] { b.counts[~generation & 1] = 0; });
     return b.counts[generation & 1];
 }
 void block_barrier(int line) { block_count(0, line); }
 
-void warp_barrier(unsigned mask) {
+static void meet(unsigned mask, bool orders_memory) {
     Warp& w = *running->warp;
     mask &= w.present;
     if (!(mask >> running->lane & 1)) fail("a lane calls a warp intrinsic whose mask leaves it out");
@@ -291,14 +298,15 @@ void warp_barrier(unsigned mask) {
     Meeting& meeting = w.meetings[std::countr_zero(mask)];
     if (meeting.arrived && meeting.mask != mask) fail("lanes meet at one warp intrinsic with different masks");
     meeting.mask = mask;
-    pass(meeting, std::popcount(mask), "a warp intrinsic", 0, [] {});
+    pass(meeting, std::popcount(mask), orders_memory, "a warp intrinsic", 0, [] {});
 }
+void warp_barrier(unsigned mask) { meet(mask, true); }
 unsigned warp_exchange(unsigned mask, uint64_t value, uint64_t (&received)[32]) {
     Warp& w = *running->warp;
     w.mail[running->lane] = value;
-    warp_barrier(mask);
+    meet(mask, false);
     std::copy_n(w.mail, WARP, received);
-    warp_barrier(mask);  // nobody posts again while a lane still copies
+    meet(mask, false);  // nobody posts again while a lane still copies
     return mask & w.present;
 }
 
@@ -344,7 +352,7 @@ static void run(const Launch& launch) {
             start(*group.back());
         }
         for (auto& b : group) run(*b, launch.reverse);
-        EMU_TSAN(for (auto& b : group) __tsan_acquire(b.get());)
+        EMU_TSAN(for (auto& b : group) __tsan_acquire(&b->end);)
     }
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -48,7 +49,8 @@ def find_toolchain() -> Toolchain:
 def compile_with(toolchain: Toolchain, what: str, arguments: Sequence[str], text: str, result: Path) -> None:
     """Run g++ on ``text`` (standard input) or on a file that is named in the arguments."""
     command = ["g++", *toolchain.include_flags, *arguments, "-o", str(result)]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
+    english = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, input=text, env=english, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise EmulationError(f"g++ failed on {what}:\n{done.stderr.rstrip()}")
 

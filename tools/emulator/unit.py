@@ -61,6 +61,5 @@ def _check_parameters(name: str, code: str, parameters: Sequence[str]) -> None:
         for parameter in parameters:
             if re.search(rf"(?<!defined\()(?<!defined )\b{re.escape(parameter)}\b", line):
                 raise EmulationError(
-                    f"{name}:{number}: {parameter} is a variable in emulation, so #if cannot test it; "
-                    "use a plain if"
+                    f"{name}:{number}: {parameter} is a variable in emulation, so #if cannot test it; use a plain if"
                 )

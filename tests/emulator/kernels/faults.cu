@@ -67,6 +67,21 @@ extern "C" __global__ void forgets_a_barrier(const float* x, float* y, int n) {
     }
 }
 
+// A shuffle makes lanes meet, but does not order what they did to memory.
+extern "C" __global__ void forgets_a_warp_barrier(const float* x, float* y, int n) {
+    extern __shared__ float tile[];
+    tile[threadIdx.x] = x[threadIdx.x];
+    const int other = __shfl_xor_sync(0xffffffffu, static_cast<int>(threadIdx.x), 1);
+    y[threadIdx.x % n] = tile[other];  // fault
+}
+
+extern "C" __global__ void has_a_warp_barrier(const float* x, float* y, int n) {
+    extern __shared__ float tile[];
+    tile[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    y[threadIdx.x % n] = tile[threadIdx.x ^ 1];
+}
+
 extern "C" __global__ void blocks_write_the_same(const float* x, float* y, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         y[i] = x[i];  // fault
@@ -108,7 +123,7 @@ extern "C" __global__ void reads_unwritten_shared(const float* x, float* y, int 
     if (threadIdx.x != 0) tile[threadIdx.x] = x[threadIdx.x];
     __syncthreads();
     y[threadIdx.x] = tile[threadIdx.x];
-    y[n] = one;
+    if (threadIdx.x == 0) y[n] = one;
 }
 
 extern "C" __global__ void writes_its_input(float* x, float* y, int n) {
