@@ -9,42 +9,62 @@ from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.ops import KNNPoolFunction
-from knnpool_gen.pooling import pool_forward
+from knnpool_gen.pooling import check_input, forward
+from knnpool_gen.reduction import Reduction, make_reduction
 from knnpool_gen.runtime import canary, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for
+from knnpool_gen.runtime.weights import clear_weights
+from knnpool_gen.vocabulary import Mode
 
 
-def pool_function(x: Tensor, indices: Tensor, mode: str) -> Tensor:
+def pool_function(
+    x: Tensor,
+    indices: Tensor,
+    mode: str,
+    *,
+    nan: str | None = None,
+    empty_value: float | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
+) -> Tensor:
     """Pool ``x`` ``[..., Nin]`` over the table ``indices`` ``[K, Nout]``, with gradients.
 
     The plan of a table is built on first use and kept as long as the table lives; a table changed in place gets a new
-    one. Raises what :func:`pool_meta_from_indices` and :func:`pool_forward` raise.
+    one. Options and errors are those of :func:`pool_meta_from_indices` and :func:`pool_forward`.
     """
     if not isinstance(x, Tensor):
         raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
     if x.dim() == 0:
         raise InvalidArgumentError("x has no dimensions; wanted [..., Nin]")
-    return apply(x, plan_for(indices, x.shape[-1], x.device), mode)
+    meta = plan_for(indices, x.shape[-1], x.device)
+    check_input(meta, x)
+    return apply(x, meta, make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights))
 
 
-def apply(x: Tensor, meta: PoolMeta, mode: str) -> Tensor:
+def apply(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
     """Pool with a plan in hand, with gradients where ``x`` wants them."""
-    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-        y: Tensor = KNNPoolFunction.apply(x, meta, mode, True)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = KNNPoolFunction.apply(x, meta, reduction, True)  # type: ignore[no-untyped-call]
         return y
-    return pool_forward(meta, x, mode, need_aux=False)[0]
+    return forward(meta, x, reduction, need_aux=False)[0]
 
 
 def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
     """Pool ``x`` as ``layer`` (a fovi ``KNNPoolingLayer`` or one like it) would, with gradients.
 
     Reads ``layer.mode``, ``layer.knn_indices_pad_token`` and ``layer.knn_pad_token_val`` (or the number of
-    ``layer.in_coords``). Returns None when the caller should use its own path: a mode, dtype or size that has no
-    kernel.
+    ``layer.in_coords``); for the mode gaussian, ``layer.gaussian_weights``. Returns None when the caller should use
+    its own path: a mode, dtype or size that has no kernel.
     """
     try:
         meta = ensure_pool_metadata(layer, x.device)
-        return apply(x, meta, layer.mode)
+        check_input(meta, x)
+        if layer.mode == "gaussian":
+            weights = layer.gaussian_weights.detach()
+            reduction = make_reduction(meta, x.dtype, Mode.WEIGHTED.value, weights=weights, normalize_weights=True)
+        else:
+            reduction = make_reduction(meta, x.dtype, layer.mode)
+        return apply(x, meta, reduction)
     except (OutOfReachError, UnsupportedTypeError, UnknownModeError):
         return None
 
@@ -52,5 +72,6 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
 def clear_pool_cache() -> None:
     """Forget plans of tables, loaded kernels and canary state; plans kept on layers and cubins on disk stay."""
     clear_plans()
+    clear_weights()
     launch.forget_kernels()
     canary.forget()

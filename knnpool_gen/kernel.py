@@ -32,16 +32,22 @@ class Kernel:
     """Digest of the source the table was generated with."""
     arguments: tuple[str, ...]
     """Names of the kernel's parameters in order: tensors and plan tables by their name, and ``rows``."""
+    switches: tuple[str, ...]
+    """Macros of value 0 or 1 that the source knows."""
+    max_k: int | None
+    """The most slots a column may have, if there is a limit."""
     node_bytes: int
-    """Shared memory for one node of the tile."""
+    """Shared memory for the values of one node in a group of rows; 0 if nothing is staged."""
+    node_slots: int
+    """Winning slots kept beside them."""
     granule: int
     """The number of nodes in a tile is rounded up to a multiple of this."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
-    resident_threads: int
-    """Threads of all blocks on a multiprocessor that the kernel's registers should allow."""
+    piece_rows: int
+    """Rows that one thread works on."""
 
-    def shared_bytes(self, nodes: int) -> int:
-        """Dynamic shared memory of a tile of ``nodes`` nodes, in bytes."""
+    def shared_bytes(self, nodes: int, stack: int = 1, slot_bytes: int = 1) -> int:
+        """Dynamic shared memory of a tile of ``nodes`` nodes and ``stack`` groups of rows, in bytes."""
         granules = -(-(nodes + self.extra_nodes) // self.granule)
-        return granules * self.granule * self.node_bytes
+        return stack * granules * self.granule * (self.node_bytes + self.node_slots * slot_bytes)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from knnpool_gen.pooling import pool_backward, pool_forward
+from knnpool_gen.errors import InvalidArgumentError
+from knnpool_gen.pooling import backward, check_input, forward
+from knnpool_gen.reduction import Reduction, make_reduction
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.vocabulary import Mode
 
@@ -15,44 +18,58 @@ from knnpool_gen.vocabulary import Mode
 class KNNPoolFunction(torch.autograd.Function):
     """``KNNPoolFunction.apply(x, meta, mode, need_aux) -> y``.
 
-    Keeps the plan and, for max, the winning slots (one byte an output); neither ``x`` nor anything of size
-    ``[.., K, Nout]``. Autocast leaves it alone: the dtype is that of ``x``.
+    Keeps the plan and, for max, the winning slots (one byte an output); nothing of size ``[.., K, Nout]``, and ``x``
+    only where ``nan="omit"`` asks for it. Autocast leaves it alone: the dtype is that of ``x``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meta: PoolMeta, mode: str, need_aux: bool) -> Tensor:
-        """Pool; arguments and errors as in :func:`knnpool_gen.pool_forward`."""
-        y, aux = pool_forward(meta, x, mode, need_aux=need_aux)
+    def forward(ctx: Any, x: Tensor, meta: PoolMeta, mode: str | Reduction, need_aux: bool) -> Tensor:
+        """Pool; arguments and errors as in :func:`knnpool_gen.pool_forward`. ``mode`` may come with its options."""
+        check_input(meta, x)
+        reduction = mode if isinstance(mode, Reduction) else make_reduction(meta, x.dtype, mode)
+        y, aux = forward(meta, x, reduction, need_aux)
         ctx.meta = meta
-        ctx.mode = mode
-        ctx.save_for_backward(aux)
+        ctx.reduction = reduction
+        ctx.save_for_backward(aux, x if reduction.omit_nan and reduction.mode is not Mode.MAX else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         """The gradient of ``x``."""
-        (aux,) = ctx.saved_tensors
-        return _KNNPoolGradient.apply(grads[0], aux, ctx.meta, ctx.mode), None, None, None  # type: ignore[no-untyped-call]
+        aux, x = ctx.saved_tensors
+        if aux is None and ctx.reduction.mode is Mode.MAX:
+            raise InvalidArgumentError("the backward of 'max' needs the winning slots: apply with need_aux=True")
+        grad_x = _KNNPoolGradient.apply(grads[0], aux, x, ctx.meta, ctx.reduction)  # type: ignore[no-untyped-call]
+        return grad_x, None, None, None
 
 
 class _KNNPoolGradient(torch.autograd.Function):
     """The gradient of pooling. It is linear in ``grad_y``, so its own gradient is the pooling it transposes."""
 
     @staticmethod
-    def forward(ctx: Any, grad_y: Tensor, aux: Tensor | None, meta: PoolMeta, mode: str) -> Tensor:
+    def forward(
+        ctx: Any, grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction
+    ) -> Tensor:
         ctx.meta = meta
-        ctx.mode = mode
-        ctx.save_for_backward(aux)
-        return pool_backward(meta, grad_y, aux, mode)
+        ctx.reduction = reduction
+        ctx.save_for_backward(aux, x)
+        return backward(meta, grad_y, aux, reduction, x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (aux,) = ctx.saved_tensors
-        if ctx.mode == Mode.MAX:
-            return _winners_of(grads[0], aux, ctx.meta), None, None, None
-        # An empty column averages to NaN, yet nothing flows through it.
-        average: Tensor = KNNPoolFunction.apply(grads[0], ctx.meta, ctx.mode, False)  # type: ignore[no-untyped-call]
-        return average.masked_fill(ctx.meta.count == 0, 0.0), None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        aux, x = ctx.saved_tensors
+        if ctx.reduction.mode is Mode.MAX:
+            return _winners_of(grads[0], aux, ctx.meta), None, None, None, None
+        grad = grads[0] if x is None else grads[0].masked_fill(x.isnan(), torch.nan)
+        pooled = KNNPoolFunction.apply(  # type: ignore[no-untyped-call]
+            grad, ctx.meta, replace(ctx.reduction, empty_value=None), False
+        )
+        # An average of nothing is NaN, yet nothing flows through it.
+        if ctx.reduction.mode is Mode.AVG:
+            used = torch.ones_like(grad) if x is None else (~x.isnan()).to(grad.dtype)
+            plain = Reduction(Mode.SUM, omit_nan=False)
+            pooled = pooled.masked_fill(forward(ctx.meta, used, plain, False)[0] == 0, 0.0)
+        return pooled, None, None, None, None
 
 
 def _winners_of(x: Tensor, aux: Tensor, meta: PoolMeta) -> Tensor:

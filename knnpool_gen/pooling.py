@@ -2,85 +2,159 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from knnpool_gen import reference
-from knnpool_gen.errors import InvalidArgumentError, UnknownModeError, UnsupportedTypeError
+from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
+from knnpool_gen.reduction import Reduction, accumulate_dtype, make_reduction
+from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime import execute
-from knnpool_gen.runtime.plan import PoolMeta
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import all_tile_heights, check_tile_height
+from knnpool_gen.runtime.weights import EPSILON
 from knnpool_gen.vocabulary import Mode
 
-MODES = (Mode.MAX, Mode.AVG)
-"""What can be computed."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What can be pooled: all of them by the reference, on CUDA those that have kernels."""
+"""What can be pooled."""
 
 
 def pool_forward(
-    meta: PoolMeta, x: Tensor, mode: str, rs: int | None = None, need_aux: bool = True
+    meta: PoolMeta,
+    x: Tensor,
+    mode: str,
+    rs: int | None = None,
+    need_aux: bool = True,
+    *,
+    nan: str | None = None,
+    empty_value: float | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Pool ``x`` over the neighbourhoods of ``meta``. Records no gradient: see :func:`knnpool_gen.pool_function`.
 
     Args:
         meta: the plan of the neighbour table, on the device of ``x``.
         x: ``[..., Nin]``, usually ``[B, C, Nin]``; float16, bfloat16, float32 or float64; any strides.
-        mode: ``"max"`` (NaN never wins; -inf for an empty column) or ``"avg"`` (NaN for an empty column).
+        mode: ``"max"``, ``"avg"``, ``"sum"`` or ``"weighted"``. An empty column gives -inf, NaN, 0 and 0.
         rs: rows of a tile, one of those that have a variant; chosen from the problem if None.
         need_aux: for ``"max"``, also return the winning slots, which :func:`pool_backward` needs.
+        nan: ``"omit"`` leaves NaN out, of counts and sums of weights too; ``"propagate"`` makes the result NaN. The
+            default is omit for max, propagate otherwise.
+        empty_value: the value of an empty column instead.
+        weights: for ``"weighted"``, ``[K, Nout]``; those of pads are never read.
+        normalize_weights: divide by (the sum of the weights used + 1e-8).
 
     Returns:
-        ``(y, aux)``: ``y`` ``[..., Nout]`` in the dtype of ``x``; ``aux`` ``[..., Nout]`` uint8, the first slot that
-        holds the maximum, 255 for an empty column, or None.
+        ``(y, aux)``: ``y`` ``[..., Nout]`` in the dtype of ``x``; ``aux`` ``[..., Nout]``, the first slot that holds
+        the maximum, or None. ``aux`` is uint8 with 255 for an empty column while K is at most 255, then int16 and
+        int32 with -1.
 
     Raises:
-        InvalidArgumentError: a size, device, mode or ``rs`` does not fit; names both sides.
+        InvalidArgumentError: a size, device, mode, option or ``rs`` does not fit; names both sides.
         UnsupportedTypeError: not a tensor of a supported dtype.
         KernelError: the kernel cannot be compiled or loaded.
     """
-    chosen = _mode(mode)
-    _check_tensor("x", x, meta.nin, "Nin", meta)
+    check_input(meta, x)
     _check_rs(rs)
-    with torch.no_grad():
-        if x.is_cuda:
-            return execute.forward(meta, x, chosen, need_aux, rs)
-        return reference.reference_forward(meta, x, chosen, need_aux)
+    reduction = make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights)
+    return forward(meta, x, reduction, need_aux, rs)
 
 
-def pool_backward(meta: PoolMeta, grad_y: Tensor, aux: Tensor | None, mode: str, rs: int | None = None) -> Tensor:
+def pool_backward(
+    meta: PoolMeta,
+    grad_y: Tensor,
+    aux: Tensor | None,
+    mode: str,
+    rs: int | None = None,
+    *,
+    nan: str | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
+    x: Tensor | None = None,
+) -> Tensor:
     """The gradient with respect to the input of :func:`pool_forward`. Records no gradient itself.
 
     Args:
         meta: the plan that the forward used.
         grad_y: ``[..., Nout]``, any strides.
         aux: what the forward returned; required for ``"max"``, ignored otherwise.
-        mode: as in the forward.
+        mode, nan, weights, normalize_weights: as in the forward.
         rs: rows of a tile; chosen from the problem if None.
+        x: the input of the forward; required for ``nan="omit"`` in all modes but max, ignored otherwise.
 
     Returns:
         ``[..., Nin]`` in the dtype of ``grad_y``; accumulated in float32 (float64 for float64) in the order of the
         reverse table and rounded once, so the bits are the same on every run.
 
     Raises:
-        InvalidArgumentError, UnsupportedTypeError, KernelError: as :func:`pool_forward`; also for an ``aux`` that is
-            missing or has another shape, dtype or device than ``grad_y`` asks for.
+        InvalidArgumentError, UnsupportedTypeError, KernelError: as :func:`pool_forward`; also for an ``aux`` or ``x``
+            that is missing or has another shape, dtype or device than ``grad_y`` asks for.
     """
-    chosen = _mode(mode)
     _check_tensor("grad_y", grad_y, meta.nout, "Nout", meta)
     _check_rs(rs)
-    winners = _check_aux(aux, grad_y) if chosen is Mode.MAX else None
+    reduction = make_reduction(meta, grad_y.dtype, mode, nan, None, weights, normalize_weights)
+    if reduction.mode is Mode.MAX:
+        aux = _check_aux(aux, grad_y, meta)
+    elif reduction.omit_nan:
+        x = _check_x(x, grad_y, meta)
+    return backward(meta, grad_y, aux, reduction, x, rs)
+
+
+def check_input(meta: PoolMeta, x: Tensor) -> None:
+    """Raise unless ``x`` is a tensor that ``meta`` can pool."""
+    _check_tensor("x", x, meta.nin, "Nin", meta)
+
+
+def forward(
+    meta: PoolMeta, x: Tensor, reduction: Reduction, need_aux: bool, rs: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`pool_forward` with arguments that are known to be good."""
     with torch.no_grad():
+        if x.is_cuda:
+            y, aux = execute.forward(meta, x, reduction, need_aux, rs)
+        else:
+            y, aux = reference_forward(meta, x, reduction, need_aux)
+        if reduction.empty_value is not None:
+            y.index_fill_(-1, meta.empty_columns, reduction.empty_value)
+        return y, aux
+
+
+def backward(
+    meta: PoolMeta,
+    grad_y: Tensor,
+    aux: Tensor | None,
+    reduction: Reduction,
+    x: Tensor | None,
+    rs: int | None = None,
+) -> Tensor:
+    """:func:`pool_backward` with arguments that are known to be good."""
+    with torch.no_grad():
+        if reduction.omit_nan and reduction.mode is not Mode.MAX and x is not None:
+            return _backward_without_nan(meta, grad_y, reduction, x, rs)
+        if reduction.mode is not Mode.MAX:
+            aux = None
         if grad_y.is_cuda:
-            return execute.backward(meta, grad_y, winners, chosen, rs)
-        return reference.reference_backward(meta, grad_y, winners, chosen)
+            return execute.backward(meta, grad_y, aux, reduction, rs)
+        return reference_backward(meta, grad_y, aux, reduction)
 
 
-def _mode(mode: str) -> Mode:
-    for known in MODES:
-        if mode == known.value:
-            return known
-    raise UnknownModeError(f"mode = {mode!r}; there are {', '.join(repr(known.value) for known in MODES)}")
+def _backward_without_nan(meta: PoolMeta, grad_y: Tensor, reduction: Reduction, x: Tensor, rs: int | None) -> Tensor:
+    """The gradient where NaN inputs were left out: they get none, and what a sum was divided by differs by row."""
+    nan = x.isnan()
+    plain = replace(reduction, omit_nan=False, normalize=False, empty_value=None)
+    divided = reduction.mode is Mode.AVG or reduction.normalize
+    if not divided:
+        return backward(meta, grad_y, None, plain, None, rs).masked_fill_(nan, 0)
+    if reduction.mode is Mode.AVG:
+        plain = replace(plain, mode=Mode.SUM)
+    dtype = accumulate_dtype(grad_y.dtype)
+    size, _ = forward(meta, (~nan).to(dtype), plain, False, rs)
+    if reduction.normalize:
+        size += EPSILON
+    share = grad_y.to(dtype) / size
+    return backward(meta, share, None, plain, None, rs).to(grad_y.dtype).masked_fill_(nan, 0)
 
 
 def _check_rs(rs: int | None) -> None:
@@ -103,15 +177,27 @@ def _check_tensor(name: str, tensor: Tensor, nodes: int, size_name: str, meta: P
         raise InvalidArgumentError(f"{name} is on {tensor.device}, the plan on {meta.device}")
 
 
-def _check_aux(aux: Tensor | None, grad_y: Tensor) -> Tensor:
+def _check_aux(aux: Tensor | None, grad_y: Tensor, meta: PoolMeta) -> Tensor:
     if aux is None:
         raise InvalidArgumentError("mode 'max' needs aux, the winning slots: call pool_forward with need_aux=True")
     if not isinstance(aux, Tensor):
         raise UnsupportedTypeError(f"aux is a {type(aux).__name__}, not a torch.Tensor")
-    if aux.dtype != torch.uint8:
-        raise UnsupportedTypeError(f"aux has dtype {execute.dtype_name(aux.dtype)}; wanted uint8")
+    wanted = aux_dtype(meta.k)
+    if aux.dtype != wanted:
+        raise UnsupportedTypeError(
+            f"aux has dtype {execute.dtype_name(aux.dtype)}; wanted {execute.dtype_name(wanted)} for K = {meta.k}"
+        )
     if aux.shape != grad_y.shape:
         raise InvalidArgumentError(f"aux has shape {tuple(aux.shape)}, grad_y {tuple(grad_y.shape)}")
     if aux.device != grad_y.device:
         raise InvalidArgumentError(f"aux is on {aux.device}, grad_y on {grad_y.device}")
     return aux
+
+
+def _check_x(x: Tensor | None, grad_y: Tensor, meta: PoolMeta) -> Tensor:
+    if x is None:
+        raise InvalidArgumentError("nan = 'omit' needs x, the input of the forward, to know what was left out")
+    _check_tensor("x", x, meta.nin, "Nin", meta)
+    if x.shape[:-1] != grad_y.shape[:-1]:
+        raise InvalidArgumentError(f"x has shape {tuple(x.shape)}, grad_y {tuple(grad_y.shape)}")
+    return x

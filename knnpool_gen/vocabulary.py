@@ -30,3 +30,12 @@ class Staging(str, Enum):
 
     SHARED = "shared"
     DIRECT = "direct"
+
+
+class NanRule(str, Enum):
+    """What becomes of a NaN in the input."""
+
+    OMIT = "omit"
+    """It is left out, as if its slot were a pad."""
+    PROPAGATE = "propagate"
+    """It makes the result NaN."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.verification.compare import difference
-from knnpool_gen.verification.tables import Table, adversarial_values, small_tables
+from knnpool_gen.verification.tables import Table, adversarial_values, small_tables, wide_tables
 
-__all__ = ["DTYPES", "Table", "adversarial_values", "assert_same_bits", "real_tables", "small_tables"]
+__all__ = ["DTYPES", "Table", "adversarial_values", "assert_same_bits", "real_tables", "small_tables", "wide_tables"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -197,9 +197,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
         assert_same_plan(meta, pool_meta_from_indices(table, 5))
         assert all(tensor.is_contiguous() for tensor in tensors_of(meta).values())
     row = table[:1]
-    assert_same_plan(
-        pool_meta_from_indices(row.expand(3, -1), 5), pool_meta_from_indices(row.repeat(3, 1), 5)
-    )
+    assert_same_plan(pool_meta_from_indices(row.expand(3, -1), 5), pool_meta_from_indices(row.repeat(3, 1), 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -210,9 +208,7 @@ def test_a_plan_shares_no_memory_with_its_table(dtype: torch.dtype) -> None:
     assert meta.indices.tolist() == meta.indices_i64.tolist() == [[0, 2], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    "nin", [3, np.int32(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.int16)]
-)
+@pytest.mark.parametrize("nin", [3, np.int32(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.int16)])
 def test_nin_is_any_integer(nin: Any) -> None:
     meta = pool_meta_from_indices(torch.tensor([[0, 3]]), nin)
     assert type(meta.nin) is int
@@ -341,9 +337,7 @@ def test_to_another_device() -> None:
     assert (moved.nin, moved.nout, moved.k) == (2, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda meta: pickle.loads(pickle.dumps(meta))]
-)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda meta: pickle.loads(pickle.dumps(meta))])
 def test_copies(duplicate: Any) -> None:
     meta = pool_meta_from_indices(torch.tensor([[0, 2], [1, 1]]), 2)
     again = duplicate(meta)

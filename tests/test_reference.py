@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from knnpool_gen.errors import InvalidArgumentError
-from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime.plan import pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
+from oracle import reference_backward, reference_forward
 from tables import DTYPES, Table, adversarial_values, assert_same_bits, small_tables
 
 MODES = (Mode.MAX, Mode.AVG)
@@ -122,9 +122,7 @@ def forward(
     return y.tolist(), None if aux is None else aux.tolist()
 
 
-def backward(
-    indices: list[list[int]], nin: int, grad_y: list[float], aux: list[int] | None, mode: Mode
-) -> list[float]:
+def backward(indices: list[list[int]], nin: int, grad_y: list[float], aux: list[int] | None, mode: Mode) -> list[float]:
     winners = None if aux is None else torch.tensor(aux, dtype=torch.uint8)
     meta = pool_meta_from_indices(torch.tensor(indices), nin)
     return reference_backward(meta, torch.tensor(grad_y), winners, mode).tolist()

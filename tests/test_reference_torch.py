@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 from torch import Tensor
 
-from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
+from oracle import reference_backward, reference_forward
 from tables import Table, adversarial_values, assert_same_bits, real_tables, small_tables
 
 MODES = (Mode.MAX, Mode.AVG)
@@ -58,11 +58,7 @@ class Window(NamedTuple):
         out_height, out_width = probe.shape[-2:]
         nin = height * width
         slots = [
-            [
-                self._pixel(oy, ox, ky, kx, height, width)
-                for oy in range(out_height)
-                for ox in range(out_width)
-            ]
+            [self._pixel(oy, ox, ky, kx, height, width) for oy in range(out_height) for ox in range(out_width)]
             for ky in range(self.kernel[0])
             for kx in range(self.kernel[1])
         ]

@@ -6,55 +6,53 @@
 //
 //     grad_x[row, m] = sum of grad_y[row, n] / count[n] over the (k, n) that read node m
 //
-// A block takes tiles of 2 rows. The gradients of one output node stand side by side in shared memory, a row
-// each; every input node gathers from the outputs that read it (the reverse table, in the order (k, n)), adds in
-// float32 and is written once: no atomics, the same bits on every run.
+// A block takes tiles of 2 rows, or a multiple of that. The gradients of one output node stand side by side in
+// shared memory, in pieces of up to 2 row(s); every input node gathers from the outputs that read it (the
+// reverse table, in the order (k, n)), adds in float32 and is written once: no atomics, the same bits on every run.
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
-#define KNNPOOL_K 9          // slots of a column
-#define KNNPOOL_NIN 964      // input nodes; an index of this value is a pad
-#define KNNPOOL_NOUT 230     // output nodes
-#define KNNPOOL_THREADS 256  // threads of a block
-#define KNNPOOL_BLOCKS 4     // blocks that share a multiprocessor
+#define KNNPOOL_K 9                  // slots of a column
+#define KNNPOOL_NIN 964              // input nodes; an index of this value is a pad
+#define KNNPOOL_NOUT 230             // output nodes
+#define KNNPOOL_INDEX unsigned short // type of an index
+#define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
+#define KNNPOOL_STACK 1              // groups of 2 rows in a tile
+#define KNNPOOL_THREADS 256          // threads of a block
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {
-using Value = unsigned;         // float32, as it lies in memory
-using Word = float;             // one row of one node
+using Value = unsigned;           // float32, as it lies in memory
+using Word = float;               // 1 row of one node
+using Entry = KNNPOOL_ENTRY;
 
-constexpr int ROWS = 2;         // rows of a tile
-constexpr int VECTOR = 2;       // nodes of one row that one load brings
-constexpr int PIECES = 1;       // reads of shared memory that bring one node
-constexpr int WORDS = 2;        // words of a piece
-constexpr int PIECE_ROWS = 2;   // rows of a piece
+constexpr int PIECE_ROWS = 2;     // rows of a piece: what one read of shared memory brings of a node
+constexpr int WORDS = 2;          // words of a piece
+constexpr int VECTOR = 2;         // nodes of one row that one load brings
 
 struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
 struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
+
+constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
 
 // Where a node lies in the tile. A thread stages VECTOR neighbouring nodes; the exclusive or spreads the
 // stores of a warp over all banks.
 __device__ __forceinline__ int position(int node) { return node ^ ((node >> 4) & (VECTOR - 1)); }
 
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
-__device__ __forceinline__ int tile_nodes(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
+__device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
 
-__device__ __forceinline__ void store_node(Piece* tile, int nodes, int node, const float (&value)[ROWS]) {
+__device__ __forceinline__ Piece pack(const float (&value)[PIECE_ROWS]) {
+    Piece piece;
     #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        Piece piece;
-        #pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            const int i = WORDS * p + w;
-            piece.word[w] = value[i];
-        }
-        tile[p * nodes + position(node)] = piece;
-    }
+    for (int w = 0; w < WORDS; ++w) piece.word[w] = value[w];
+    return piece;
 }
 
-// The value of row r in words that hold all rows of one node.
-__device__ __forceinline__ float row_of(const Word* word, int r) {
-    return word[r];
+// The value of row i in the words of a piece.
+__device__ __forceinline__ float row_of(const Word* word, int i) {
+    return word[i];
 }
 
 __device__ __forceinline__ float widen(Value value) { return __uint_as_float(value); }
@@ -62,27 +60,31 @@ __device__ __forceinline__ float widen(Value value) { return __uint_as_float(val
 __device__ __forceinline__ Value narrow(float value) { return __float_as_uint(value); }
 
 // Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live, const float* __restrict__ count) {
+__device__ __forceinline__ void stage(Piece* tile, const Value* row, int pieces, int nodes, int room, int live, const float* __restrict__ count) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
-        for (int i = threadIdx.x; i < nodes / VECTOR; i += KNNPOOL_THREADS) {
-            Vector read[ROWS];
+        const int vectors = nodes / VECTOR;
+        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
+            const int p = item / vectors, i = item % vectors;
+            Vector read[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(r, live - 1) * nodes)[i];
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                read[r] = reinterpret_cast<const Vector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                float value[ROWS];
+                float value[PIECE_ROWS];
                 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = __fdiv_rn(widen(read[r].value[j]), count[VECTOR * i + j]);
-                store_node(tile, room, VECTOR * i + j, value);
+                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = __fdiv_rn(widen(read[r].value[j]), count[VECTOR * i + j]);
+                tile[p * room + position(VECTOR * i + j)] = pack(value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int i = threadIdx.x; i < nodes; i += KNNPOOL_THREADS) {
-            float value[ROWS];
+        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
+            const int p = item / nodes, i = item % nodes;
+            float value[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) value[r] = __fdiv_rn(widen(row[min(r, live - 1) * nodes + i]), count[i]);
-            store_node(tile, room, i, value);
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                value[r] = __fdiv_rn(widen(row[min(PIECE_ROWS * p + r, live - 1) * nodes + i]), count[i]);
+            tile[p * room + position(i)] = pack(value);
         }
     }
 }
@@ -93,12 +95,13 @@ knnpool_backward_avg_float32_shared_r2(
     const Value* __restrict__ grad_y,
     const float* __restrict__ count,
     const int* __restrict__ rev_rowptr,
-    const int* __restrict__ rev_kn,
+    const Entry* __restrict__ rev_kn,
     Value* __restrict__ grad_x,
     long long rows)
 {
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int ROOM = tile_nodes(NOUT);
+    const int PIECES = KNNPOOL_STACK * 1, ROWS = PIECES * PIECE_ROWS;  // of a tile
+    const int ROOM = room_for(NOUT);
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
@@ -106,29 +109,26 @@ knnpool_backward_avg_float32_shared_r2(
     const long long stride = static_cast<long long>(gridDim.x) * ROWS;
     for (long long first = static_cast<long long>(blockIdx.x) * ROWS; first < rows; first += stride) {
         const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
-        stage(tile, grad_y + first * NOUT, NOUT, ROOM, live, count);
+        stage(tile, grad_y + first * NOUT, PIECES, NOUT, ROOM, live, count);
         __syncthreads();  // the tile is complete
 
-        for (int m = threadIdx.x; m < NIN; m += KNNPOOL_THREADS) {
-            float sum[ROWS] = {};
+        for (int item = threadIdx.x; item < PIECES * NIN; item += KNNPOOL_THREADS) {
+            const int p = item / NIN, m = item % NIN;
+            float sum[PIECE_ROWS] = {};
             const int end = rev_rowptr[m + 1];
             for (int e = rev_rowptr[m]; e < end; ++e) {
-                const unsigned entry = rev_kn[e];  // (k << 24) | n
-                const int at = position(entry & 0xffffff);
+                const Entry entry = rev_kn[e];
+                const int at = p * ROOM + position(static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1)));
+                const Piece piece = tile[at];
                 #pragma unroll
-                for (int p = 0; p < PIECES; ++p) {
-                    const Piece piece = tile[p * ROOM + at];
-                    #pragma unroll
-                    for (int i = 0; i < PIECE_ROWS; ++i) {
-                        const int r = PIECE_ROWS * p + i;
-                        sum[r] = __fadd_rn(sum[r], row_of(piece.word, i));
-                    }
+                for (int i = 0; i < PIECE_ROWS; ++i) {
+                    sum[i] = __fadd_rn(sum[i], row_of(piece.word, i));
                 }
             }
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (r >= live) break;
-                grad_x[(first + r) * NIN + m] = narrow(sum[r]);
+            for (int i = 0; i < PIECE_ROWS; ++i) {
+                if (PIECE_ROWS * p + i >= live) break;
+                grad_x[(first + PIECE_ROWS * p + i) * NIN + m] = narrow(sum[i]);
             }
         }
         __syncthreads();  // nobody reads the tile any more

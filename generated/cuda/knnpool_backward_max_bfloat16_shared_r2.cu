@@ -6,60 +6,59 @@
 //
 //     grad_x[row, m] = sum of grad_y[row, n] over the (k, n) that read node m and won: aux[row, n] == k
 //
-// A block takes tiles of 2 rows. The gradients of one output node stand side by side in shared memory, a row
-// each; every input node gathers from the outputs that read it (the reverse table, in the order (k, n)), adds in
-// float32 and is written once: no atomics, the same bits on every run.
+// A block takes tiles of 2 rows, or a multiple of that. The gradients of one output node stand side by side in
+// shared memory, in pieces of up to 2 row(s); every input node gathers from the outputs that read it (the
+// reverse table, in the order (k, n)), adds in float32 and is written once: no atomics, the same bits on every run.
 
 #include <cuda_bf16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
-#define KNNPOOL_K 9          // slots of a column
-#define KNNPOOL_NIN 964      // input nodes; an index of this value is a pad
-#define KNNPOOL_NOUT 230     // output nodes
-#define KNNPOOL_THREADS 256  // threads of a block
-#define KNNPOOL_BLOCKS 4     // blocks that share a multiprocessor
+#define KNNPOOL_K 9                  // slots of a column
+#define KNNPOOL_NIN 964              // input nodes; an index of this value is a pad
+#define KNNPOOL_NOUT 230             // output nodes
+#define KNNPOOL_INDEX unsigned short // type of an index
+#define KNNPOOL_SLOT unsigned char   // type of a slot
+#define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
+#define KNNPOOL_STACK 1              // groups of 2 rows in a tile
+#define KNNPOOL_THREADS 256          // threads of a block
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {
-using Value = unsigned short;   // bfloat16, as it lies in memory
-using Word = unsigned;          // 2 rows of one node
+using Value = unsigned short;     // bfloat16, as it lies in memory
+using Word = unsigned;            // 2 rows of one node
+using Slot = KNNPOOL_SLOT;
+using Entry = KNNPOOL_ENTRY;
 
-constexpr int ROWS = 2;         // rows of a tile
-constexpr int VECTOR = 4;       // nodes of one row that one load brings
-constexpr int PIECES = 1;       // reads of shared memory that bring one node
-constexpr int WORDS = 1;        // words of a piece
-constexpr int PIECE_ROWS = 2;   // rows of a piece
+constexpr int PIECE_ROWS = 2;     // rows of a piece: what one read of shared memory brings of a node
+constexpr int WORDS = 1;          // words of a piece
+constexpr int VECTOR = 4;         // nodes of one row that one load brings
 
 struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
 struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
 
-struct alignas(VECTOR) SlotVector { unsigned char value[VECTOR]; };
-struct alignas(2) Slots { unsigned char slot[ROWS]; };  // the winners of one node, a row each
+struct alignas(sizeof(Slot) * VECTOR) SlotVector { Slot value[VECTOR]; };
+struct alignas(sizeof(Slot) * PIECE_ROWS < 16 ? sizeof(Slot) * PIECE_ROWS : 16) Slots { Slot slot[PIECE_ROWS]; };
+constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
 
 // Where a node lies in the tile. A thread stages VECTOR neighbouring nodes; the exclusive or spreads the
 // stores of a warp over all banks.
 __device__ __forceinline__ int position(int node) { return node ^ ((node >> 5) & (VECTOR - 1)); }
 
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
-__device__ __forceinline__ int tile_nodes(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
+__device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
 
-__device__ __forceinline__ void store_node(Piece* tile, int nodes, int node, const unsigned short (&value)[ROWS]) {
+__device__ __forceinline__ Piece pack(const unsigned short (&value)[PIECE_ROWS]) {
+    Piece piece;
     #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        Piece piece;
-        #pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            const int i = WORDS * p + w;
-            piece.word[w] = value[2 * i] | static_cast<Word>(value[2 * i + 1]) << 16;
-        }
-        tile[p * nodes + position(node)] = piece;
-    }
+    for (int w = 0; w < WORDS; ++w) piece.word[w] = value[2 * w] | static_cast<Word>(value[2 * w + 1]) << 16;
+    return piece;
 }
 
-// The value of row r in words that hold all rows of one node.
-__device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
-    return static_cast<unsigned short>(word[r / 2] >> (16 * (r % 2)));
+// The value of row i in the words of a piece.
+__device__ __forceinline__ unsigned short row_of(const Word* word, int i) {
+    return static_cast<unsigned short>(word[i / 2] >> (16 * (i % 2)));
 }
 
 __device__ __forceinline__ float widen(Value value) { return __bfloat162float(__ushort_as_bfloat16(value)); }
@@ -67,60 +66,68 @@ __device__ __forceinline__ float widen(Value value) { return __bfloat162float(__
 __device__ __forceinline__ Value narrow(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
 
 // Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(Piece* tile, const Value* row, int pieces, int nodes, int room, int live) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
-        for (int i = threadIdx.x; i < nodes / VECTOR; i += KNNPOOL_THREADS) {
-            Vector read[ROWS];
+        const int vectors = nodes / VECTOR;
+        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
+            const int p = item / vectors, i = item % vectors;
+            Vector read[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(r, live - 1) * nodes)[i];
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                read[r] = reinterpret_cast<const Vector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                unsigned short value[ROWS];
+                unsigned short value[PIECE_ROWS];
                 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
-                store_node(tile, room, VECTOR * i + j, value);
+                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = read[r].value[j];
+                tile[p * room + position(VECTOR * i + j)] = pack(value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int i = threadIdx.x; i < nodes; i += KNNPOOL_THREADS) {
-            unsigned short value[ROWS];
+        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
+            const int p = item / nodes, i = item % nodes;
+            unsigned short value[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) value[r] = row[min(r, live - 1) * nodes + i];
-            store_node(tile, room, i, value);
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                value[r] = row[min(PIECE_ROWS * p + r, live - 1) * nodes + i];
+            tile[p * room + position(i)] = pack(value);
         }
     }
 }
 
-__device__ __forceinline__ void store_slots(Slots* tile, int, int node, const unsigned char (&value)[ROWS]) {
+__device__ __forceinline__ Slots pack_slots(const Slot (&value)[PIECE_ROWS]) {
     Slots slots;
     #pragma unroll
-    for (int r = 0; r < ROWS; ++r) slots.slot[r] = value[r];
-    tile[position(node)] = slots;
+    for (int i = 0; i < PIECE_ROWS; ++i) slots.slot[i] = value[i];
+    return slots;
 }
 
 // Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage_slots(Slots* tile, const unsigned char* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage_slots(Slots* tile, const Slot* row, int pieces, int nodes, int room, int live) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(SlotVector) == 0) {
-        for (int i = threadIdx.x; i < nodes / VECTOR; i += KNNPOOL_THREADS) {
-            SlotVector read[ROWS];
+        const int vectors = nodes / VECTOR;
+        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
+            const int p = item / vectors, i = item % vectors;
+            SlotVector read[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const SlotVector*>(row + min(r, live - 1) * nodes)[i];
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                read[r] = reinterpret_cast<const SlotVector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                unsigned char value[ROWS];
+                Slot value[PIECE_ROWS];
                 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
-                store_slots(tile, room, VECTOR * i + j, value);
+                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = read[r].value[j];
+                tile[p * room + position(VECTOR * i + j)] = pack_slots(value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int i = threadIdx.x; i < nodes; i += KNNPOOL_THREADS) {
-            unsigned char value[ROWS];
+        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
+            const int p = item / nodes, i = item % nodes;
+            Slot value[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) value[r] = row[min(r, live - 1) * nodes + i];
-            store_slots(tile, room, i, value);
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                value[r] = row[min(PIECE_ROWS * p + r, live - 1) * nodes + i];
+            tile[p * room + position(i)] = pack_slots(value);
         }
     }
 }
@@ -129,14 +136,15 @@ __device__ __forceinline__ void stage_slots(Slots* tile, const unsigned char* ro
 extern "C" __global__ void __launch_bounds__(KNNPOOL_THREADS, KNNPOOL_BLOCKS)
 knnpool_backward_max_bfloat16_shared_r2(
     const Value* __restrict__ grad_y,
-    const unsigned char* __restrict__ aux,
+    const Slot* __restrict__ aux,
     const int* __restrict__ rev_rowptr,
-    const int* __restrict__ rev_kn,
+    const Entry* __restrict__ rev_kn,
     Value* __restrict__ grad_x,
     long long rows)
 {
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int ROOM = tile_nodes(NOUT);
+    const int PIECES = KNNPOOL_STACK * 1, ROWS = PIECES * PIECE_ROWS;  // of a tile
+    const int ROOM = room_for(NOUT);
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
@@ -145,32 +153,29 @@ knnpool_backward_max_bfloat16_shared_r2(
     const long long stride = static_cast<long long>(gridDim.x) * ROWS;
     for (long long first = static_cast<long long>(blockIdx.x) * ROWS; first < rows; first += stride) {
         const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
-        stage(tile, grad_y + first * NOUT, NOUT, ROOM, live);
-        stage_slots(winners, aux + first * NOUT, NOUT, ROOM, live);
+        stage(tile, grad_y + first * NOUT, PIECES, NOUT, ROOM, live);
+        stage_slots(winners, aux + first * NOUT, PIECES, NOUT, ROOM, live);
         __syncthreads();  // the tile is complete
 
-        for (int m = threadIdx.x; m < NIN; m += KNNPOOL_THREADS) {
-            float sum[ROWS] = {};
+        for (int item = threadIdx.x; item < PIECES * NIN; item += KNNPOOL_THREADS) {
+            const int p = item / NIN, m = item % NIN;
+            float sum[PIECE_ROWS] = {};
             const int end = rev_rowptr[m + 1];
             for (int e = rev_rowptr[m]; e < end; ++e) {
-                const unsigned entry = rev_kn[e];  // (k << 24) | n
-                const int at = position(entry & 0xffffff);
-                const unsigned k = entry >> 24;
+                const Entry entry = rev_kn[e];
+                const int at = p * ROOM + position(static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1)));
+                const Piece piece = tile[at];
+                const int k = static_cast<int>(entry >> NODE_BITS);
                 const Slots slots = winners[at];
                 #pragma unroll
-                for (int p = 0; p < PIECES; ++p) {
-                    const Piece piece = tile[p * ROOM + at];
-                    #pragma unroll
-                    for (int i = 0; i < PIECE_ROWS; ++i) {
-                        const int r = PIECE_ROWS * p + i;
-                        if (slots.slot[r] == k) sum[r] = __fadd_rn(sum[r], widen(row_of(piece.word, i)));
-                    }
+                for (int i = 0; i < PIECE_ROWS; ++i) {
+                    if (slots.slot[i] == k) sum[i] = __fadd_rn(sum[i], widen(row_of(piece.word, i)));
                 }
             }
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (r >= live) break;
-                grad_x[(first + r) * NIN + m] = narrow(sum[r]);
+            for (int i = 0; i < PIECE_ROWS; ++i) {
+                if (PIECE_ROWS * p + i >= live) break;
+                grad_x[(first + PIECE_ROWS * p + i) * NIN + m] = narrow(sum[i]);
             }
         }
         __syncthreads();  // nobody reads the tile any more

@@ -4,31 +4,33 @@
 //
 // k-nearest-neighbour pooling, forward:
 //
-//     y[row, n] = sum over k of x[row, indices[k, n]], without pads, divided by count[n]; NaN where all are pads
+//     y[row, n] = sum over k of x[row, indices[k, n]] / count[n], without pads; NaN where all are pads. With
+//                 KNNPOOL_OMIT_NAN, a NaN is left out of the sum and of the count
 //
-// A block takes tiles of 8 rows. A tile is staged node by node: the values of all its rows at one node stand
-// side by side in shared memory, so that an index is looked up once for all of them.
+// A block takes tiles of 8 rows, or a multiple of that. A tile is staged in shared memory in pieces: one piece
+// holds one node of up to 8 row(s) side by side, so that one read and one look-up of an index serve them all.
 
 #include <cuda_fp16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
-#define KNNPOOL_K 9          // slots of a column
-#define KNNPOOL_NIN 964      // input nodes; an index of this value is a pad
-#define KNNPOOL_NOUT 230     // output nodes
-#define KNNPOOL_THREADS 256  // threads of a block
-#define KNNPOOL_BLOCKS 4     // blocks that share a multiprocessor
+#define KNNPOOL_K 9                  // slots of a column
+#define KNNPOOL_NIN 964              // input nodes; an index of this value is a pad
+#define KNNPOOL_NOUT 230             // output nodes
+#define KNNPOOL_INDEX unsigned short // type of an index
+#define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
+#define KNNPOOL_STACK 1              // groups of 8 rows in a tile
+#define KNNPOOL_THREADS 256          // threads of a block
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {
-using Value = unsigned short;   // float16, as it lies in memory
-using Word = unsigned;          // 2 rows of one node
+using Value = unsigned short;     // float16, as it lies in memory
+using Word = unsigned;            // 2 rows of one node
 
-constexpr int ROWS = 8;         // rows of a tile
-constexpr int VECTOR = 4;       // nodes of one row that one load brings
-constexpr int PIECES = 1;       // reads of shared memory that bring one node
-constexpr int WORDS = 4;        // words of a piece
-constexpr int PIECE_ROWS = 8;   // rows of a piece
+constexpr int PIECE_ROWS = 8;     // rows of a piece: what one read of shared memory brings of a node
+constexpr int WORDS = 4;          // words of a piece
+constexpr int VECTOR = 4;         // nodes of one row that one load brings
 
 struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
 struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
@@ -38,48 +40,46 @@ struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
 __device__ __forceinline__ int position(int node) { return node ^ ((node >> 3) & (VECTOR - 1)); }
 
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
-__device__ __forceinline__ int tile_nodes(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
+__device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
 
-__device__ __forceinline__ void store_node(Piece* tile, int nodes, int node, const unsigned short (&value)[ROWS]) {
+__device__ __forceinline__ Piece pack(const unsigned short (&value)[PIECE_ROWS]) {
+    Piece piece;
     #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        Piece piece;
-        #pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            const int i = WORDS * p + w;
-            piece.word[w] = value[2 * i] | static_cast<Word>(value[2 * i + 1]) << 16;
-        }
-        tile[p * nodes + position(node)] = piece;
-    }
+    for (int w = 0; w < WORDS; ++w) piece.word[w] = value[2 * w] | static_cast<Word>(value[2 * w + 1]) << 16;
+    return piece;
 }
 
-// The value of row r in words that hold all rows of one node.
-__device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
-    return static_cast<unsigned short>(word[r / 2] >> (16 * (r % 2)));
+// The value of row i in the words of a piece.
+__device__ __forceinline__ unsigned short row_of(const Word* word, int i) {
+    return static_cast<unsigned short>(word[i / 2] >> (16 * (i % 2)));
 }
 
 // Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(Piece* tile, const Value* row, int pieces, int nodes, int room, int live) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
-        for (int i = threadIdx.x; i < nodes / VECTOR; i += KNNPOOL_THREADS) {
-            Vector read[ROWS];
+        const int vectors = nodes / VECTOR;
+        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
+            const int p = item / vectors, i = item % vectors;
+            Vector read[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(r, live - 1) * nodes)[i];
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                read[r] = reinterpret_cast<const Vector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                Value value[ROWS];
+                Value value[PIECE_ROWS];
                 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
-                store_node(tile, room, VECTOR * i + j, value);
+                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = read[r].value[j];
+                tile[p * room + position(VECTOR * i + j)] = pack(value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int i = threadIdx.x; i < nodes; i += KNNPOOL_THREADS) {
-            Value value[ROWS];
+        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
+            const int p = item / nodes, i = item % nodes;
+            Value value[PIECE_ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) value[r] = row[min(r, live - 1) * nodes + i];
-            store_node(tile, room, i, value);
+            for (int r = 0; r < PIECE_ROWS; ++r)
+                value[r] = row[min(PIECE_ROWS * p + r, live - 1) * nodes + i];
+            tile[p * room + position(i)] = pack(value);
         }
     }
 }
@@ -92,50 +92,53 @@ __device__ __forceinline__ Value narrow(float value) { return __half_as_ushort(_
 extern "C" __global__ void __launch_bounds__(KNNPOOL_THREADS, KNNPOOL_BLOCKS)
 knnpool_forward_avg_float16_shared_r8(
     const Value* __restrict__ x,
-    const int* __restrict__ indices,
+    const KNNPOOL_INDEX* __restrict__ indices,
     const float* __restrict__ count,
     Value* __restrict__ y,
     long long rows)
 {
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int ROOM = tile_nodes(NIN + 1);  // the inputs, and node NIN that all pads read
+    const int PIECES = KNNPOOL_STACK * 1, ROWS = PIECES * PIECE_ROWS;  // of a tile
+    const int ROOM = room_for(NIN + 1);  // the inputs, and node NIN that all pads read
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
 
-    if (threadIdx.x == 0) {
-        Value pad[ROWS];
+    for (int p = threadIdx.x; p < PIECES; p += KNNPOOL_THREADS) {
+        Piece pad;
         #pragma unroll
-        for (int r = 0; r < ROWS; ++r) pad[r] = 0;
-        store_node(tile, ROOM, NIN, pad);
+        for (int w = 0; w < WORDS; ++w) pad.word[w] = 0;
+        tile[p * ROOM + position(NIN)] = pad;
     }
     const long long stride = static_cast<long long>(gridDim.x) * ROWS;
     for (long long first = static_cast<long long>(blockIdx.x) * ROWS; first < rows; first += stride) {
         const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
-        stage(tile, x + first * NIN, NIN, ROOM, live);
+        stage(tile, x + first * NIN, PIECES, NIN, ROOM, live);
         __syncthreads();  // the tile is complete
 
-        for (int n = threadIdx.x; n < NOUT; n += KNNPOOL_THREADS) {
-            float sum[ROWS] = {};
+        for (int item = threadIdx.x; item < PIECES * NOUT; item += KNNPOOL_THREADS) {
+            const int p = item / NOUT, n = item % NOUT;
+            float sum[PIECE_ROWS] = {}, size[PIECE_ROWS];
+            #pragma unroll
+            for (int i = 0; i < PIECE_ROWS; ++i) size[i] = count[n];
 
             #pragma unroll 12
             for (int k = 0; k < K; ++k) {
-                const int at = position(indices[k * NOUT + n]);
+                const Piece piece = tile[p * ROOM + position(indices[k * NOUT + n])];
                 #pragma unroll
-                for (int p = 0; p < PIECES; ++p) {
-                    const Piece piece = tile[p * ROOM + at];
-                    #pragma unroll
-                    for (int i = 0; i < PIECE_ROWS; ++i) {
-                        const int r = PIECE_ROWS * p + i;
-                        sum[r] = __fadd_rn(sum[r], widen(row_of(piece.word, i)));
-                    }
+                for (int i = 0; i < PIECE_ROWS; ++i) {
+                    const float value = widen(row_of(piece.word, i));
+                    if (KNNPOOL_OMIT_NAN && value != value)
+                        size[i] -= 1;
+                    else
+                        sum[i] = __fadd_rn(sum[i], value);
                 }
             }
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (r >= live) break;
-                const long long out = (first + r) * NOUT + n;
-                y[out] = narrow(__fdiv_rn(sum[r], count[n]));
+            for (int i = 0; i < PIECE_ROWS; ++i) {
+                if (PIECE_ROWS * p + i >= live) break;
+                const long long out = (first + PIECE_ROWS * p + i) * NOUT + n;
+                y[out] = narrow(__fdiv_rn(sum[i], size[i]));
             }
         }
         __syncthreads();  // nobody reads the tile any more

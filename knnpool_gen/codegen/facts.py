@@ -10,31 +10,45 @@ from dataclasses import dataclass
 from knnpool_gen.codegen.outputs import banner
 from knnpool_gen.codegen.variant import PlanTable, TileValue, Variant
 from knnpool_gen.kernel import Kernel
-from knnpool_gen.vocabulary import Direction
+from knnpool_gen.vocabulary import Direction, Staging
 
 WIDEST_READ = 16
 """Bytes of the widest access to shared memory."""
 WAVEFRONT = 128
 """Bytes that shared memory delivers at a time: 32 banks of 4 bytes."""
-COMMENT_COLUMN = 32
+COMMENT_COLUMN = 34
 """Column of the comments behind the constants."""
 
 TABLES = {
-    "indices": "int",
-    "first_slot": "unsigned char",
+    "indices": "KNNPOOL_INDEX",
+    "first_slot": "Slot",
     "count": "float",
+    "weights": "{accumulate}",
     "rev_rowptr": "int",
-    "rev_kn": "int",
+    "rev_kn": "Entry",
+    "rev_weights": "{accumulate}",
 }
-"""Element types of the plan's tables, by the name of their argument."""
+"""Element types of the tables, by the name of their argument."""
+
+PACKED_SLOTS = 2**15 - 1
+"""Slots that 16 bits beside a 16-bit value can tell apart, as signed numbers."""
 
 ACCUMULATE_BYTES = {"float32": 4, "float64": 8}
 ACCUMULATE_TYPE = {"float32": "float", "float64": "double"}
 
 
 @dataclass(frozen=True)
+class Switch:
+    """A macro that is 0 or 1."""
+
+    name: str
+    default: int
+    meaning: str
+
+
+@dataclass(frozen=True)
 class TileFacts:
-    """How a tile lies in shared memory: for each node the values of all rows, in pieces of one read each."""
+    """How the values a thread works on lie together: pieces of one node and several rows, made of words."""
 
     stored: str
     """Type of one stored value."""
@@ -45,6 +59,7 @@ class TileFacts:
     """Words of a piece."""
     piece_rows: int
     pieces: int
+    """Pieces of one node in a group of rows."""
     piece_bytes: int
 
     @property
@@ -53,13 +68,13 @@ class TileFacts:
         return (WAVEFRONT // self.piece_bytes).bit_length() - 1
 
     @property
-    def node_bytes(self) -> int:
-        """Shared memory of one node, all rows."""
-        return self.pieces * self.piece_bytes
+    def word_text(self) -> str:
+        """What a word holds, in words."""
+        return "1 row" if self.values_per_word == 1 else f"{self.values_per_word} rows"
 
     @classmethod
-    def of(cls, stored: str, stored_bytes: int, rows: int) -> TileFacts:
-        """Lay out a tile of ``rows`` rows of ``stored`` values; 16-bit values are handled two by two."""
+    def shared(cls, stored: str, stored_bytes: int, rows: int) -> TileFacts:
+        """Pieces of one read of shared memory; 16-bit values are handled two by two."""
         packed = stored_bytes == 2 and rows % 2 == 0
         piece_bytes = min(rows * stored_bytes, WIDEST_READ)
         word_bytes = 4 if packed else stored_bytes
@@ -72,6 +87,11 @@ class TileFacts:
             pieces=rows * stored_bytes // piece_bytes,
             piece_bytes=piece_bytes,
         )
+
+    @classmethod
+    def direct(cls, stored: str, stored_bytes: int, rows: int) -> TileFacts:
+        """One piece of all rows, in registers."""
+        return cls(stored, stored, 1, rows, rows, 1, rows * stored_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,23 @@ class KernelFacts:
             stored, stored_bytes = ACCUMULATE_TYPE[dtype.accumulate], ACCUMULATE_BYTES[dtype.accumulate]
         else:
             stored, stored_bytes = dtype.cuda_value, dtype.bytes
-        return cls(variant, TileFacts.of(stored, stored_bytes, variant.rows))
+        layout = TileFacts.shared if variant.staging is Staging.SHARED else TileFacts.direct
+        return cls(variant, layout(stored, stored_bytes, variant.rows))
+
+    @property
+    def template(self) -> str:
+        """Name of the template that writes it."""
+        return f"{self.variant.direction.value}_{self.variant.staging.value}.cu.jinja"
+
+    @property
+    def shared(self) -> bool:
+        """Whether tiles are staged in shared memory."""
+        return self.variant.staging is Staging.SHARED
+
+    @property
+    def backward(self) -> bool:
+        """Whether this is a gradient."""
+        return self.variant.direction is Direction.BACKWARD
 
     @property
     def name(self) -> str:
@@ -142,16 +178,6 @@ class KernelFacts:
         return self.tile.values_per_word > 1
 
     @property
-    def every(self) -> str:
-        """The factor that repeats a small number for every row of a word."""
-        return "0x00010001" if self.packed else "1"
-
-    @property
-    def by_row(self) -> bool:
-        """Whether pieces are taken apart into rows; only the max forward works on whole words."""
-        return not self.forward_aux
-
-    @property
     def aux(self) -> bool:
         """Whether the mode records and reads winning slots."""
         return self.variant.mode.aux
@@ -159,14 +185,26 @@ class KernelFacts:
     @property
     def forward_aux(self) -> bool:
         """Whether this kernel writes winning slots."""
-        return self.aux and self.variant.direction is Direction.FORWARD
+        return self.aux and not self.backward
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The switches of this kernel."""
+        if self.backward:
+            return ()
+        found = [Switch("KNNPOOL_OMIT_NAN", int(self.aux), "1: leave NaN out, 0: let it through")]
+        if self.aux:
+            found.append(Switch("KNNPOOL_AUX", 1, "1: write aux, 0: leave it alone"))
+        if PlanTable.WEIGHTS in self.variant.mode.forward_reads:
+            found.append(Switch("KNNPOOL_NORMALIZE", 0, "1: divide by the sum of the weights"))
+        return tuple(found)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names of the kernel's parameters, in order."""
         mode = self.variant.mode
         aux = ("aux",) if mode.aux else ()
-        if self.variant.direction is Direction.FORWARD:
+        if not self.backward:
             return ("x", "indices", *_names(mode.forward_reads), "y", *aux, "rows")
         return ("grad_y", *aux, *_names(mode.backward_reads), "rev_rowptr", "rev_kn", "grad_x", "rows")
 
@@ -179,42 +217,33 @@ class KernelFacts:
         if name == "rows":
             return "long long rows"
         if name in TABLES:
-            return f"const {TABLES[name]}* __restrict__ {name}"
+            element = TABLES[name].format(accumulate=ACCUMULATE_TYPE[self.accumulate])
+            return f"const {element}* __restrict__ {name}"
         written = name in ("y", "grad_x") or (name == "aux" and self.forward_aux)
-        pointed = "unsigned char" if name == "aux" else "Value"
+        pointed = "Slot" if name == "aux" else "Value"
         return f"{'' if written else 'const '}{pointed}* __restrict__ {name}"
-
-    @property
-    def resident_threads(self) -> int:
-        """Threads of all blocks on a multiprocessor: 64 registers a thread, more where a node is long."""
-        if self.tile.pieces == 1:
-            return 1024
-        return 768 if self.tile.pieces == 2 else 512
-
-    @property
-    def default_blocks(self) -> int:
-        """Blocks of 256 threads that make them up."""
-        return self.resident_threads // 256
 
     @property
     def kernel(self) -> Kernel:
         """The dispatch entry, without its digest."""
-        winners = self.rows if self.aux and self.variant.direction is Direction.BACKWARD else 0
         return Kernel(
             name=self.name,
             file=f"cuda/{self.name}.cu",
             sha256="",
             arguments=self.arguments,
-            node_bytes=self.tile.node_bytes + winners,
+            switches=tuple(switch.name for switch in self.switches),
+            max_k=PACKED_SLOTS if self.forward_aux and self.packed else None,
+            node_bytes=self.tile.pieces * self.tile.piece_bytes if self.shared else 0,
+            node_slots=self.rows if self.shared and self.backward and self.aux else 0,
             granule=self.vector,
-            resident_threads=self.resident_threads,
-            extra_nodes=1 if self.variant.direction is Direction.FORWARD else 0,
+            extra_nodes=0 if self.backward else 1,
+            piece_rows=self.tile.piece_rows,
         )
 
     @staticmethod
-    def pad(code: str) -> str:
+    def pad(code: str, column: int = COMMENT_COLUMN) -> str:
         """Blanks that bring the comment behind ``code`` to its column."""
-        return " " * max(2, COMMENT_COLUMN - len(code))
+        return " " * max(2, column - len(code))
 
 
 def _names(tables: tuple[PlanTable, ...]) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ class Renderer:
 
     def source(self, variant: Variant) -> str:
         """The CUDA source of ``variant``."""
-        return self._render(f"{variant.direction.value}.cu.jinja", kernel=KernelFacts.of(variant))
+        facts = KernelFacts.of(variant)
+        return self._render(facts.template, kernel=facts)
 
     def outputs(self, variants: Sequence[Variant]) -> Outputs:
         """Every generated file: the sources, the dispatch table and the package's ``__init__.py``."""
@@ -48,9 +49,7 @@ class Renderer:
             kernel = dataclasses.replace(KernelFacts.of(variant).kernel, sha256=digest(text.encode()))
             files[kernel.file] = text
             kernels.append((variant.key, kernel))
-        files["dispatch.py"] = self._render(
-            "dispatch.py.jinja", banner=banner("#", "dispatch table"), kernels=kernels
-        )
+        files["dispatch.py"] = self._render("dispatch.py.jinja", banner=banner("#", "dispatch table"), kernels=kernels)
         files["__init__.py"] = self._render("init.py.jinja", banner=banner("#", "package of the kernels"))
         return Outputs(files)
 

@@ -10,10 +10,12 @@ from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 
 class PlanTable(str, Enum):
-    """Tables of the plan, besides the neighbour table and its reverse, that a mode may read."""
+    """Tables of the plan or made of the weights, besides the neighbour table and its reverse, that a mode reads."""
 
     FIRST_SLOT = "first_slot"
     COUNT = "count"
+    WEIGHTS = "weights"
+    REV_WEIGHTS = "rev_weights"
 
 
 class TileValue(str, Enum):
@@ -67,8 +69,7 @@ class Variant:
     def name(self) -> str:
         """File stem, symbol, dispatch entry, test id: this string, made here and nowhere else."""
         return (
-            f"knnpool_{self.direction.value}_{self.mode.mode.value}_{self.dtype.name}"
-            f"_{self.staging.value}_r{self.rows}"
+            f"knnpool_{self.direction.value}_{self.mode.mode.value}_{self.dtype.name}_{self.staging.value}_r{self.rows}"
         )
 
     @property

@@ -22,7 +22,7 @@ from knnpool_gen.errors import CompileError, StaleDispatchError
 from knnpool_gen.kernel import Kernel
 from knnpool_gen.runtime import cuda
 
-Macros = Iterable[tuple[str, int]]
+Macros = Iterable[tuple[str, int | str]]
 
 GENERATED = folders.generated()
 """Folder of the dispatch table and the sources."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from knnpool_gen.reduction import Reduction
+from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime import canary
 from knnpool_gen.runtime.launch import device_facts, launch
-from knnpool_gen.runtime.plan import PoolMeta
-from knnpool_gen.runtime.select import Configuration, Problem, select
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
+from knnpool_gen.runtime.select import Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
 
 
@@ -17,66 +21,86 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def forward(meta: PoolMeta, x: Tensor, mode: Mode, need_aux: bool, rs: int | None) -> tuple[Tensor, Tensor | None]:
-    """Pool ``x`` ``[..., Nin]`` on its device; see :func:`knnpool_gen.pool_forward`."""
+def forward(
+    meta: PoolMeta, x: Tensor, reduction: Reduction, need_aux: bool, rs: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce every column of the table: :func:`knnpool_gen.reference.reference_forward`, as one kernel."""
     x = x.contiguous()
     shape = (*x.shape[:-1], meta.nout)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    aux = torch.empty(shape, dtype=torch.uint8, device=x.device) if need_aux and mode is Mode.MAX else None
-    outputs = {"y": y} if aux is None else {"y": y, "aux": aux}
-    _run(Direction.FORWARD, meta, mode, x.dtype, _rows(x), {"x": x}, outputs, rs)
-    return y, aux
+    tensors = {"x": x, "y": torch.empty(shape, dtype=x.dtype, device=x.device)}
+    aux = None
+    if need_aux and reduction.mode is Mode.MAX:
+        aux = tensors["aux"] = torch.empty(shape, dtype=aux_dtype(meta.k), device=x.device)
+    if reduction.weights is not None:
+        tensors["weights"] = reduction.weights.weights
+    outputs = [tensors["y"]] if aux is None else [tensors["y"], aux]
+    _run(Direction.FORWARD, meta, reduction, tensors, outputs, math.prod(x.shape[:-1]), rs)
+    return tensors["y"], aux
 
 
-def backward(meta: PoolMeta, grad_y: Tensor, aux: Tensor | None, mode: Mode, rs: int | None) -> Tensor:
-    """The gradient ``[..., Nin]`` of what was pooled; see :func:`knnpool_gen.pool_backward`."""
+def backward(meta: PoolMeta, grad_y: Tensor, aux: Tensor | None, reduction: Reduction, rs: int | None) -> Tensor:
+    """Send the gradient back: :func:`knnpool_gen.reference.reference_backward`, as one kernel."""
     grad_y = grad_y.contiguous()
-    inputs = {"grad_y": grad_y} if aux is None else {"grad_y": grad_y, "aux": aux.contiguous()}
     grad_x = torch.empty((*grad_y.shape[:-1], meta.nin), dtype=grad_y.dtype, device=grad_y.device)
-    _run(Direction.BACKWARD, meta, mode, grad_y.dtype, _rows(grad_y), inputs, {"grad_x": grad_x}, rs)
+    tensors = {"grad_y": grad_y, "grad_x": grad_x}
+    if aux is not None:
+        tensors["aux"] = aux.contiguous()
+    if reduction.weights is not None:
+        tensors["rev_weights"] = reverse_weights(reduction)
+    _run(Direction.BACKWARD, meta, reduction, tensors, [grad_x], math.prod(grad_y.shape[:-1]), rs)
     return grad_x
-
-
-def _rows(tensor: Tensor) -> int:
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows *= size
-    return rows
 
 
 def _run(
     direction: Direction,
     meta: PoolMeta,
-    mode: Mode,
-    dtype: torch.dtype,
+    reduction: Reduction,
+    tensors: dict[str, Tensor],
+    outputs: list[Tensor],
     rows: int,
-    inputs: dict[str, Tensor],
-    outputs: dict[str, Tensor],
     rs: int | None,
 ) -> None:
-    device = next(iter(outputs.values())).device.index
-    problem = Problem(direction, mode, dtype_name(dtype), meta.k, meta.nin, meta.nout, rows, aux="aux" in outputs)
+    """Select and launch; ``tensors`` holds what the call brings, by the names of the kernel's arguments."""
+    device: int = outputs[0].device.index
+    problem = problem_of(direction, meta, reduction, outputs[0].dtype, rows, need_aux="aux" in tensors)
     configuration = select(problem, device_facts(device), rs)
-    if all(output.numel() == 0 for output in outputs.values()):
+    if all(output.numel() == 0 for output in outputs):
         return
-    values = _addresses(configuration, meta, {**inputs, **outputs}, rows)
+    values = {"rows": rows, "aux": 0, **{name: tensor.data_ptr() for name, tensor in tensors.items()}}
+    for name in configuration.kernel.arguments:
+        if name not in values:
+            values[name] = plan_table(meta, name).data_ptr()
     what = (configuration.kernel, configuration.macros, device)
     with torch.cuda.device(device):
         if canary.due(what):
-            canary.check(
-                what,
-                configuration.kernel.name,
-                list(outputs.values()),
-                lambda: launch(configuration, device, values),
-            )
+            name = configuration.kernel.name
+            canary.check(what, name, outputs, lambda: launch(configuration, device, values))
         else:
             launch(configuration, device, values)
 
 
-def _addresses(configuration: Configuration, meta: PoolMeta, tensors: dict[str, Tensor], rows: int) -> dict[str, int]:
-    """A value for every argument of the kernel: the call's tensors by name, the rest from the plan."""
-    values = {"rows": rows, "aux": 0, **{name: tensor.data_ptr() for name, tensor in tensors.items()}}
-    for name in configuration.kernel.arguments:
-        if name not in values:
-            values[name] = getattr(meta, name).data_ptr()
-    return values
+def problem_of(
+    direction: Direction, meta: PoolMeta, reduction: Reduction, dtype: torch.dtype, rows: int, need_aux: bool
+) -> Problem:
+    """What the choice of a kernel depends on."""
+    return Problem(
+        direction=direction,
+        mode=reduction.mode,
+        dtype=dtype_name(dtype),
+        k=meta.k,
+        nin=meta.nin,
+        nout=meta.nout,
+        rows=rows,
+        need_aux=need_aux,
+        omit_nan=reduction.omit_nan,
+        normalize=reduction.normalize,
+        index_bytes=meta.gather_indices.element_size(),
+        slot_bytes=meta.first_slot.element_size(),
+        entry_bytes=meta.rev_kn.element_size(),
+    )
+
+
+def plan_table(meta: PoolMeta, name: str) -> Tensor:
+    """The table of the plan that the kernel argument ``name`` points to."""
+    table: Tensor = getattr(meta, "gather_indices" if name == "indices" else name)
+    return table

@@ -15,7 +15,7 @@ from knnpool_gen.runtime.select import Configuration, DeviceFacts
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory every kernel may use without asking, in bytes."""
 
-_functions: dict[tuple[Kernel, tuple[tuple[str, int], ...], int], int] = {}
+_functions: dict[tuple[Kernel, tuple[tuple[str, int | str], ...], int], int] = {}
 _facts: dict[int, DeviceFacts] = {}
 _lock = threading.Lock()
 

@@ -1,16 +1,13 @@
 """From a neighbour table to a plan: :class:`PoolMeta`, and where plans are kept.
 
 A plan belongs to one table in one state on one device. :class:`PlanCache` keeps plans for tables that people
-pass around, :func:`ensure_pool_metadata` keeps one on a layer; both recognise a table by a :class:`_Stamp`.
+pass around, :func:`ensure_pool_metadata` keeps one on a layer; both recognise a table by a :class:`TableStamp`.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import SupportsIndex, TypeAlias
@@ -19,16 +16,17 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
+from knnpool_gen.runtime.table_cache import TableCache, TableStamp
 
 DeviceLike: TypeAlias = torch.device | str | int
 
-NO_SLOT = 255
-"""What ``aux`` and ``first_slot`` hold where there is no slot."""
-
-MAX_K = NO_SLOT
-"""Slots must fit in a byte beside :data:`NO_SLOT`."""
-MAX_NOUT = 2**24 - 1
-"""A packed entry has 24 bits for the output node."""
+NARROW_K = 255
+"""Up to this K a slot is a byte, and 255 stands for none."""
+NARROW_NODES = 2**16
+"""Below this many nodes, the pad included, an index is 16 bits wide."""
+PACKED_K = 2**8
+PACKED_NOUT = 2**24
+"""Up to these, slot and output node fit into 32 bits, 8 for the slot."""
 MAX_INT32 = 2**31 - 1
 
 _INTEGER_DTYPES = frozenset(
@@ -64,18 +62,38 @@ class PoolMeta:
     rev_rowptr: Tensor = field(repr=False)
     """int32 ``[nin + 1]``: entries of input node m are ``rev_kn[rev_rowptr[m]:rev_rowptr[m + 1]]``."""
     rev_kn: Tensor = field(repr=False)
-    """int32 ``[entries]``: ``(k << 24) | n``, to be read as uint32, by (input node, ``k * Nout + n``)."""
+    """``[entries]``, by (input node, ``k * Nout + n``): int32 ``(k << 24) | n``, to be read as uint32, while K is at
+    most 256 and Nout at most 2^24; otherwise int64 ``(k << 32) | n``."""
     device: torch.device
     first_slot: Tensor = field(init=False, repr=False)
-    """uint8 ``[Nout]``: the first non-pad slot, 255 for an empty column."""
+    """``[Nout]``: the first non-pad slot; for an empty column none, 255 in uint8 (K up to 255), -1 in wider types."""
+    gather_indices: Tensor = field(init=False, repr=False)
+    """``indices`` as kernels read them: 16 bits wide (to be read as uint16) if Nin is below 2^16, otherwise the same."""
+    empty_columns: Tensor = field(init=False, repr=False)
+    """int64: the output nodes whose slots are all pads."""
 
     @_ordinary_tensors()
     def __post_init__(self) -> None:
-        """Derive ``first_slot``, which the constructor of the seed does not know."""
-        slots = torch.arange(self.k, dtype=torch.uint8, device=self.device)[:, None]
-        candidates = torch.where(self.indices < self.nin, slots, NO_SLOT)
-        none = candidates.new_full((1, self.nout), NO_SLOT)  # also makes the minimum exist where K = 0
-        object.__setattr__(self, "first_slot", torch.cat([candidates, none]).amin(0))
+        """Derive the tables that the constructor of the seed does not know."""
+        dtype = aux_dtype(self.k)
+        none = no_slot(self.k)
+        slots = torch.arange(self.k, dtype=dtype, device=self.device)[:, None]
+        real = self.indices < self.nin
+        # The row of none makes the minimum exist where K = 0. Compared as if none were the largest number.
+        far = torch.iinfo(dtype).max
+        candidates = torch.cat([torch.where(real, slots, far), slots.new_full((1, self.nout), far)])
+        first = candidates.amin(0)
+        object.__setattr__(self, "first_slot", torch.where(real.any(0), first, none).to(dtype))
+        narrow = self.nin < NARROW_NODES
+        object.__setattr__(self, "gather_indices", self.indices.to(torch.int16) if narrow else self.indices)
+        object.__setattr__(self, "empty_columns", (~real.any(0)).nonzero().flatten())
+
+    def unpack(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and output nodes, both int64, of entries of the reverse table."""
+        if entries.dtype is torch.int64:
+            return entries >> 32, entries & 0xFFFFFFFF
+        packed = entries.to(torch.int64) & 0xFFFFFFFF  # negative from slot 128 on
+        return packed >> 24, packed & 0xFFFFFF
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Take over copied or loaded tensors, wherever they have come to lie."""
@@ -90,6 +108,18 @@ class PoolMeta:
         moved = object.__new__(PoolMeta)
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
         return _finished(moved)
+
+
+def aux_dtype(k: int) -> torch.dtype:
+    """The type of slots in ``aux``: uint8 up to K = 255, then int16, then int32."""
+    if k <= NARROW_K:
+        return torch.uint8
+    return torch.int16 if k <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def no_slot(k: int) -> int:
+    """What ``aux`` and ``first_slot`` hold where there is no slot."""
+    return NARROW_K if k <= NARROW_K else -1
 
 
 def _moved(value: object, device: DeviceLike) -> object:
@@ -121,13 +151,11 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     nin = _checked_nin(nin)
     k, nout = indices.shape
     for name, size, limit in (
-        ("K", k, MAX_K),
-        ("Nout", nout, MAX_NOUT),
         ("K * Nout", k * nout, MAX_INT32),
         ("Nin", nin, MAX_INT32),
     ):
         if size > limit:
-            raise InvalidArgumentError(f"{name} = {size} is not supported yet, at most {limit}")
+            raise InvalidArgumentError(f"{name} = {size} is not supported, at most {limit}")
     device = indices.device if device is None else resolve_device(device)
 
     table = indices.to(device, torch.int64)
@@ -140,7 +168,8 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     real = table < nin
     count = real.sum(0).to(torch.float32)
     slots = torch.arange(k, device=device)[:, None]
-    packed = slots << 24 | torch.arange(nout, device=device)
+    wide = k > PACKED_K or nout > PACKED_NOUT
+    packed = slots << (32 if wide else 24) | torch.arange(nout, device=device)
     nodes = table[real]  # both in order of k * Nout + n, which the stable sort keeps within a node
     entries = packed[real][nodes.argsort(stable=True)]
     ends = nodes.bincount(minlength=nin).cumsum(0)
@@ -153,26 +182,18 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         count=count,
         inv_count=count.reciprocal(),
         rev_rowptr=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
-        rev_kn=entries.to(torch.int32),
+        rev_kn=entries if wide else entries.to(torch.int32),
         device=device,
     )
     return _finished(plan)
 
 
 class PlanCache:
-    """Plans of the tables used last, found by the identity of the table. Safe to use from several threads.
-
-    A plan is dropped when its table dies, is rebuilt when the table was changed in place or given other data,
-    and keeps no table alive. At most ``limit`` plans are kept, the least recently used one goes first.
-    """
+    """Plans of the tables used last; see :class:`TableCache`."""
 
     def __init__(self, limit: int = 64) -> None:
         """Start empty; ``limit`` is at least 1."""
-        if limit < 1:
-            raise InvalidArgumentError(f"limit = {limit}: a cache holds at least 1 plan")
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._plans: OrderedDict[tuple[int, int, torch.device], tuple[_Stamp, PoolMeta]] = OrderedDict()
+        self._plans: TableCache[PoolMeta] = TableCache(limit)
 
     def __len__(self) -> int:
         """Return the number of plans kept."""
@@ -181,26 +202,13 @@ class PlanCache:
     def get(self, indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
         """Return the plan of ``indices`` as it is now; arguments as for :func:`pool_meta_from_indices`."""
         _check_table(indices)
-        nin = _checked_nin(nin)
-        device = indices.device if device is None else resolve_device(device)
-        key = (id(indices), nin, device)
-        plans = self._plans
-        with self._lock:
-            stamp, plan = plans.pop(key, (None, None))
-            if stamp is None or plan is None or not stamp.matches(indices):
-                # A dying table takes its plan along. No lock there, since the collector may run it while this
-                # thread holds the lock; one pop is atomic, and no id is given out again before it has run.
-                stamp = _Stamp(indices, lambda _: plans.pop(key, None))
-                plan = pool_meta_from_indices(indices, nin, device)
-            plans[key] = (stamp, plan)
-            while len(plans) > self._limit:
-                plans.popitem(last=False)
-        return plan
+        nodes = _checked_nin(nin)
+        where = indices.device if device is None else resolve_device(device)
+        return self._plans.get(indices, (nodes, where), lambda: pool_meta_from_indices(indices, nodes, where))
 
     def clear(self) -> None:
         """Forget all plans."""
-        with self._lock:
-            self._plans.clear()
+        self._plans.clear()
 
 
 _plans = PlanCache()
@@ -239,13 +247,13 @@ def ensure_pool_metadata(layer: object, device: DeviceLike | None = None) -> Poo
     stamp = getattr(layer, _LAYER_STAMP, None)
     plan = getattr(layer, _LAYER_PLAN, None)
     if (
-        isinstance(stamp, _Stamp)
+        isinstance(stamp, TableStamp)
         and isinstance(plan, PoolMeta)
         and (plan.nin, plan.device) == (nin, device)
         and stamp.matches(indices)
     ):
         return plan
-    stamp = _Stamp(indices)
+    stamp = TableStamp(indices)
     plan = pool_meta_from_indices(indices, nin, device)
     # Past nn.Module.__setattr__: nothing is to be registered.
     object.__setattr__(layer, _LAYER_PLAN, plan)
@@ -259,36 +267,6 @@ def resolve_device(device: DeviceLike) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.empty(0, device=device).device if device.index is None else device
-
-
-class _Stamp:
-    """Recognises a table in the state it has now, without keeping the table alive."""
-
-    def __init__(self, table: Tensor, on_death: Callable[[object], object] | None = None) -> None:
-        """Take the stamp of ``table``; ``on_death`` is called when the table dies before the stamp does."""
-        self._table = weakref.ref(table, on_death)
-        self._facts = _facts(table)
-        # While it is held, its address cannot come back as that of other data.
-        self._storage = table.untyped_storage()
-        # Inference tensors do not count their changes: only the contents can tell.
-        self._contents = table.to(torch.int64, copy=True) if table.is_inference() else None
-
-    def matches(self, table: Tensor) -> bool:
-        """Whether ``table`` is the same object, unchanged as far as torch records changes."""
-        return (
-            self._table() is table
-            and self._facts == _facts(table)
-            and (self._contents is None or torch.equal(table.to(torch.int64), self._contents))
-        )
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copy and pickle as None: what is copied or loaded with it has another table."""
-        return type(None), ()
-
-
-def _facts(table: Tensor) -> tuple[object, ...]:
-    version = None if table.is_inference() else table._version
-    return version, table.data_ptr(), table.shape, table.stride(), table.dtype, table.device
 
 
 def _table_of(layer: object) -> tuple[Tensor, int]:

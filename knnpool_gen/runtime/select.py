@@ -5,21 +5,31 @@ Plain numbers in, plain numbers out: no tensor and no device is touched, so ever
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnsupportedTypeError
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import Kernel
-from knnpool_gen.vocabulary import Direction, Mode
+from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 THREADS = 256
 """Threads of a block, unless the table is tiny or a tile so large that few blocks fit a multiprocessor."""
+RESIDENT_THREADS = 1024
+"""Threads a multiprocessor should hold: enough warps to hide memory latency, at up to 64 registers each."""
 RESERVED_SHARED = 1024
 """Shared memory the driver keeps of every block, in bytes (compute capability 8.0 and newer)."""
 MAX_BLOCKS = 16
 """Blocks a multiprocessor can hold on every supported architecture."""
+STACKED_SHARED = 16 * 1024
+"""A tile is stacked only up to this many bytes."""
+SECTOR = 32
+"""Bytes that a scattered read takes from memory, however few it asks for."""
+
+INDEX_TYPES = {2: "unsigned short", 4: "int"}
+SLOT_TYPES = {1: "unsigned char", 2: "short", 4: "int"}
+ENTRY_TYPES = {4: "unsigned", 8: "unsigned long long"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,13 @@ class Problem:
     nout: int
     rows: int
     """Rows of the input: the product of all its dimensions but the last."""
-    aux: bool
+    need_aux: bool = False
     """Whether the forward writes the winning slots."""
+    omit_nan: bool = False
+    normalize: bool = False
+    index_bytes: int = 2
+    slot_bytes: int = 1
+    entry_bytes: int = 4
 
     @property
     def staged_nodes(self) -> int:
@@ -63,22 +78,11 @@ class Configuration:
     """A kernel and how to launch it."""
 
     kernel: Kernel
-    macros: tuple[tuple[str, int], ...]
+    macros: tuple[tuple[str, int | str], ...]
     """The facts of table and launch that are compiled in, name and value."""
-    tile_rows: int
     grid: int
     threads: int
     shared_bytes: int
-
-
-def tile_heights(direction: Direction, mode: Mode, dtype: str) -> dict[int, Kernel]:
-    """The kernels that compute ``mode`` on ``dtype``, by the rows of their tile, ascending."""
-    found = {
-        key.rows: kernel
-        for key, kernel in KERNELS.items()
-        if (key.direction, key.mode, key.dtype) == (direction, mode, dtype)
-    }
-    return dict(sorted(found.items()))
 
 
 def all_tile_heights() -> set[int]:
@@ -91,93 +95,139 @@ def supported_dtypes(mode: Mode) -> list[str]:
     return list(dict.fromkeys(key.dtype for key in KERNELS if key.mode is mode))
 
 
-@lru_cache(maxsize=4096)
-def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Configuration:
-    """Choose a kernel and its launch.
-
-    ``rs`` asks for a tile of that many rows.
-
-    Raises:
-        UnsupportedTypeError: no kernel computes this mode on this dtype.
-        InvalidArgumentError: no variant has tiles of ``rs`` rows.
-        OutOfReachError: no tile, or not the tile asked for, fits into shared memory.
-    """
-    kernels = tile_heights(problem.direction, problem.mode, problem.dtype)
-    if not kernels:
-        raise UnsupportedTypeError(
-            f"mode {problem.mode.value!r} has no kernel for {problem.dtype}; "
-            f"supported: {', '.join(supported_dtypes(problem.mode))}"
-        )
-    if rs is not None:
-        check_tile_height(rs, kernels)
-        kernels = {rs: kernels[rs]}
-    fitting = {
-        rows: kernel
-        for rows, kernel in kernels.items()
-        if kernel.shared_bytes(problem.staged_nodes) <= device.shared_per_block
-    }
-    if not fitting:
-        rows, kernel = next(iter(kernels.items()))
-        side = "Nin" if problem.direction is Direction.FORWARD else "Nout"
-        raise OutOfReachError(
-            f"{side} = {problem.staged_nodes} is too large for {problem.dtype}: a tile of {rows} row(s) takes "
-            f"{kernel.shared_bytes(problem.staged_nodes)} bytes of shared memory, "
-            f"this device has {device.shared_per_block}"
-        )
-    rows = next(_preferred_heights(problem, device, fitting))
-    return configure(problem, device, rows, fitting[rows])
-
-
 def check_tile_height(rs: int, heights: Collection[int]) -> None:
     """Raise InvalidArgumentError unless ``rs`` is one of the tile heights that exist."""
-    if rs not in heights:
+    if isinstance(rs, bool) or rs not in heights:
         raise InvalidArgumentError(
             f"rs = {rs!r}: no variant has tiles of that many rows; there are {', '.join(map(str, sorted(heights)))}"
         )
 
 
-def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: dict[int, Kernel]) -> Iterator[int]:
+@lru_cache(maxsize=4096)
+def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Configuration:
+    """Choose a kernel and its launch.
+
+    ``rs`` asks for a variant of that many rows; its tiles are then not stacked.
+
+    Raises:
+        UnsupportedTypeError: no kernel computes this mode on this dtype.
+        InvalidArgumentError: no variant of this mode and dtype has ``rs`` rows.
+        OutOfReachError: no variant of ``rs`` rows serves a table of this size.
+    """
+    staged = _variants(problem, Staging.SHARED)
+    direct = _variants(problem, Staging.DIRECT)
+    heights = {*staged, *direct}
+    if not heights:
+        raise UnsupportedTypeError(
+            f"mode {problem.mode.value!r} has no kernel for {problem.dtype}; "
+            f"supported: {', '.join(supported_dtypes(problem.mode))}"
+        )
+    if rs is not None:
+        check_tile_height(rs, heights)
+    staged = {rows: kernel for rows, kernel in staged.items() if _fits(problem, device, kernel)}
+    direct = {rows: kernel for rows, kernel in direct.items() if problem.k <= (kernel.max_k or problem.k)}
+    if rs is not None:
+        if rs in staged:
+            return configure(problem, device, rs, staged[rs], stack=1)
+        if rs in direct:
+            return configure(problem, device, rs, direct[rs])
+        raise OutOfReachError(
+            f"rs = {rs}: no variant of that many rows serves K = {problem.k} and {problem.staged_nodes} nodes of "
+            f"{problem.dtype} with {device.shared_per_block} bytes of shared memory a block"
+        )
+    if staged and not _reads_little(problem):
+        rows = next(_preferred_heights(problem, device, staged))
+        return configure(problem, device, rows, staged[rows])
+    rows = max(direct) if problem.rows >= max(direct) else min(direct)
+    return configure(problem, device, rows, direct[rows])
+
+
+def configure(
+    problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel, stack: int | None = None
+) -> Configuration:
+    """Launch facts of one kernel: block size and stacking from what fits, grid just large enough for the device."""
+    macros: dict[str, int | str] = {
+        "KNNPOOL_K": problem.k,
+        "KNNPOOL_NIN": problem.nin,
+        "KNNPOOL_NOUT": problem.nout,
+        "KNNPOOL_INDEX": INDEX_TYPES[problem.index_bytes],
+        "KNNPOOL_SLOT": SLOT_TYPES[problem.slot_bytes],
+        "KNNPOOL_ENTRY": ENTRY_TYPES[problem.entry_bytes],
+    }
+    switches = {
+        "KNNPOOL_OMIT_NAN": problem.omit_nan,
+        "KNNPOOL_AUX": problem.need_aux,
+        "KNNPOOL_NORMALIZE": problem.normalize,
+    }
+    macros |= {name: int(switches[name]) for name in kernel.switches}
+    if kernel.node_bytes:
+        chosen = _stack(problem, device, rows, kernel) if stack is None else stack
+        shared_bytes = kernel.shared_bytes(problem.staged_nodes, chosen, problem.slot_bytes)
+        by_shared = _blocks_by_shared(shared_bytes, device)
+        groups = rows // kernel.piece_rows * chosen
+        work = groups * max(problem.written_nodes, -(-problem.staged_nodes // kernel.granule))
+        tiles = -(-problem.rows // (rows * chosen))
+        macros["KNNPOOL_STACK"] = chosen
+    else:
+        shared_bytes, by_shared, work = 0, MAX_BLOCKS, problem.written_nodes
+        tiles = -(-problem.rows // rows)
+    threads = THREADS
+    while threads * by_shared < RESIDENT_THREADS and threads < 1024:
+        threads *= 2
+    while threads > 64 and work <= threads // 2:
+        threads //= 2
+    if not kernel.node_bytes:
+        tiles *= -(-problem.written_nodes // threads)
+    macros["KNNPOOL_THREADS"] = threads
+    macros["KNNPOOL_BLOCKS"] = max(1, min(by_shared, RESIDENT_THREADS // threads))
+    resident = max(1, min(by_shared, device.threads_per_multiprocessor // threads))
+    return Configuration(
+        kernel=kernel,
+        macros=tuple(macros.items()),
+        grid=max(1, min(tiles, device.multiprocessors * resident)),
+        threads=threads,
+        shared_bytes=shared_bytes,
+    )
+
+
+def _variants(problem: Problem, staging: Staging) -> dict[int, Kernel]:
+    """The kernels that compute the problem's mode on its dtype, by the rows of their tile, ascending."""
+    wanted = (problem.direction, problem.mode, problem.dtype, staging)
+    return dict(sorted((key.rows, kernel) for key, kernel in KERNELS.items() if key[:4] == wanted))
+
+
+def _fits(problem: Problem, device: DeviceFacts, kernel: Kernel) -> bool:
+    shared_bytes = kernel.shared_bytes(problem.staged_nodes, 1, problem.slot_bytes)
+    return shared_bytes <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
+
+
+def _reads_little(problem: Problem) -> bool:
+    """Whether scattered reads of the inputs that are used take less from memory than all inputs in order."""
+    return problem.k * problem.nout * SECTOR < problem.staged_nodes * 2
+
+
+def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[int, Kernel]) -> Iterator[int]:
     """Tile heights, best first: tall tiles as long as two share a multiprocessor and all have work."""
     for rows in sorted(kernels, reverse=True):
-        shared = kernels[rows].shared_bytes(problem.staged_nodes)
+        shared = kernels[rows].shared_bytes(problem.staged_nodes, 1, problem.slot_bytes)
         tiles = -(-problem.rows // rows)
         if _blocks_by_shared(shared, device) >= 2 and tiles >= device.multiprocessors:
             yield rows
     yield min(kernels)
 
 
+def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> int:
+    """Groups of rows in a tile: as many as give a block's threads work, if the tile stays small and tiles many."""
+    stack = 1
+    while (
+        stack * rows // kernel.piece_rows * problem.written_nodes < THREADS
+        and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes) <= STACKED_SHARED
+        and problem.rows >= 2 * stack * rows * device.multiprocessors
+    ):
+        stack *= 2
+    return stack
+
+
 def _blocks_by_shared(shared_bytes: int, device: DeviceFacts) -> int:
     fit = device.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
     return max(1, min(fit, MAX_BLOCKS))
-
-
-def configure(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> Configuration:
-    """Launch facts of one kernel: block size from what fits, grid just large enough to fill the device."""
-    shared_bytes = kernel.shared_bytes(problem.staged_nodes)
-    blocks = _blocks_by_shared(shared_bytes, device)
-    threads = THREADS
-    while threads * blocks < kernel.resident_threads and threads < 1024:
-        threads *= 2
-    work = max(problem.written_nodes, -(-problem.staged_nodes // kernel.granule))
-    while threads > 64 and work <= threads // 2:
-        threads //= 2
-    blocks = max(1, min(blocks, kernel.resident_threads // threads))
-    resident = max(1, min(_blocks_by_shared(shared_bytes, device), device.threads_per_multiprocessor // threads))
-    tiles = -(-problem.rows // rows)
-    macros = {
-        "KNNPOOL_K": problem.k,
-        "KNNPOOL_NIN": problem.nin,
-        "KNNPOOL_NOUT": problem.nout,
-        "KNNPOOL_THREADS": threads,
-        "KNNPOOL_BLOCKS": blocks,
-    }
-    if problem.direction is Direction.FORWARD and "aux" in kernel.arguments:
-        macros["KNNPOOL_AUX"] = int(problem.aux)
-    return Configuration(
-        kernel=kernel,
-        macros=tuple(macros.items()),
-        tile_rows=rows,
-        grid=max(1, min(tiles, device.multiprocessors * resident)),
-        threads=threads,
-        shared_bytes=shared_bytes,
-    )

@@ -47,10 +47,12 @@ class DeviceBackend:
     def _run(self, call: Call) -> Outputs:
         meta = call.meta.to(self._device)
         inputs = {name: self._place(tensor, call.misaligned) for name, tensor in call.inputs.items()}
-        mode, rs = call.key.mode.value, call.key.rows
+        mode, rs, options = call.key.mode.value, call.key.rows, call.options
         if call.key.direction is Direction.BACKWARD:
-            return {"grad_x": pool_backward(meta, inputs["grad_y"], inputs.get("aux"), mode, rs).cpu()}
-        y, aux = pool_forward(meta, inputs["x"], mode, rs, need_aux="aux" in call.expected)
+            grad_x = pool_backward(meta, inputs["grad_y"], inputs.get("aux"), mode, rs, **options)  # type: ignore[arg-type]
+            return {"grad_x": grad_x.cpu()}
+        need_aux = "aux" in call.expected
+        y, aux = pool_forward(meta, inputs["x"], mode, rs, need_aux, **options)  # type: ignore[arg-type]
         return {"y": y.cpu()} if aux is None else {"y": y.cpu(), "aux": aux.cpu()}
 
     def _place(self, tensor: Tensor, misaligned: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import Tensor
 from knnpool_gen.emulator import EmulationError, Launch, Program, Sanitizer, build
 from knnpool_gen.errors import KernelError
 from knnpool_gen.kernel import Kernel
+from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime.compile import GENERATED, read_source
-from knnpool_gen.runtime.select import Configuration, DeviceFacts, configure
+from knnpool_gen.runtime.execute import plan_table
+from knnpool_gen.runtime.select import DeviceFacts, configure
 from knnpool_gen.verification.calls import Call
 
 SMALL_DEVICE = DeviceFacts(
@@ -27,8 +30,9 @@ UNWRITTEN = 0x55
 """What outputs are filled with beforehand."""
 
 MISALIGNMENT = 4
-"""Bytes off a vector's alignment, yet right for every element type."""
-MACROS = ("KNNPOOL_K", "KNNPOOL_NIN", "KNNPOOL_NOUT", "KNNPOOL_THREADS", "KNNPOOL_BLOCKS", "KNNPOOL_AUX")
+"""Bytes off a vector's alignment, yet right for the elements of every table."""
+TYPES = ("KNNPOOL_INDEX", "KNNPOOL_SLOT", "KNNPOOL_ENTRY")
+"""Macros that are fixed when a source is built; all others change from launch to launch."""
 
 
 class EmulatedBackend:
@@ -49,23 +53,38 @@ class EmulatedBackend:
         Raises:
             KernelError: the source does not build, or a sanitizer or the emulated device found a fault.
         """
-        read_source(kernel)  # the file must be the one the table was generated with
+        source = read_source(kernel)  # the file must be the one the table was generated with
+        prepared = [_prepare(kernel, call) for call in calls]
         try:
-            program: Program = build(GENERATED / kernel.file, self._sanitizer, parameters=MACROS)
-            launches, outputs = [], []
-            for call in calls:
-                launch, output = _prepare(kernel, call)
-                launches.append(launch)
-                outputs.append(output)
-            program.run(kernel.name, launches)
+            for types in dict.fromkeys(item.types for item in prepared):
+                launches = [item.launch for item in prepared if item.types == types]
+                program: Program = build(
+                    GENERATED / kernel.file,
+                    self._sanitizer,
+                    parameters=tuple(launches[0].parameters),
+                    defines={name: value for name, value in types if name in source},
+                )
+                program.run(kernel.name, launches)
         except EmulationError as error:
             raise KernelError(f"{kernel.name} in emulation: {error}") from error
-        return outputs
+        return [item.outputs for item in prepared]
 
 
-def _prepare(kernel: Kernel, call: Call) -> tuple[Launch, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class _Prepared:
+    """One call as a launch."""
+
+    launch: Launch
+    types: tuple[tuple[str, str], ...]
+    outputs: dict[str, Tensor]
+
+
+def _prepare(kernel: Kernel, call: Call) -> _Prepared:
     problem = call.problem
-    configuration: Configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel)
+    # Plain tiles and stacked ones, whatever the choice for this problem would be.
+    doubled = kernel.shared_bytes(problem.staged_nodes, 2, problem.slot_bytes)
+    stack = 1 if call.misaligned or doubled > SMALL_DEVICE.shared_per_block else 2
+    configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel, stack)
     outputs = {name: torch.empty_like(expected) for name, expected in call.expected.items()}
     for output in outputs.values():
         _array(output).fill(UNWRITTEN)
@@ -79,18 +98,32 @@ def _prepare(kernel: Kernel, call: Call) -> tuple[Launch, dict[str, Tensor]]:
             arguments.append(_array(call.inputs[name]))
         elif name == "aux":
             arguments.append(np.empty(0, np.uint8))  # not written, not read
+        elif name in ("weights", "rev_weights"):
+            arguments.append(_array(_weights(call, name)))
         else:
-            arguments.append(_array(getattr(call.meta, name)))
+            arguments.append(_array(plan_table(call.meta, name)))
     launch = Launch(
         grid=configuration.grid,
         block=configuration.threads,
         shared_bytes=configuration.shared_bytes,
         arguments=tuple(arguments),
         concurrent=configuration.grid,
-        misalign=MISALIGNMENT if call.misaligned else 0,
-        parameters={**dict.fromkeys(MACROS, 0), **dict(configuration.macros)},
+        misalign=max(MISALIGNMENT, _widest(call)) if call.misaligned else 0,
+        parameters={name: value for name, value in configuration.macros if isinstance(value, int)},
     )
-    return launch, outputs
+    types = tuple((name, str(value)) for name, value in configuration.macros if name in TYPES)
+    return _Prepared(launch, types, outputs)
+
+
+def _widest(call: Call) -> int:
+    return max(tensor.element_size() for tensor in call.expected.values())
+
+
+def _weights(call: Call, name: str) -> Tensor:
+    if name == "rev_weights":
+        return reverse_weights(call.reduction)
+    assert call.reduction.weights is not None
+    return call.reduction.weights.weights
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -58,6 +58,14 @@ def small_tables() -> list[Table]:
     ]
 
 
+def wide_tables() -> list[Table]:
+    """Tables on both sides of every change of a type: slots, indices, packed entries."""
+    return [
+        *(Table(f"k{k}", _random(k, 3, 20, pads=5), 20) for k in (127, 128, 129, 254, 256, 257, 300)),
+        *(Table(f"nin{nin}", _random(3, 5, nin, pads=nin // 4), nin) for nin in (65534, 65535, 65536, 65537)),
+    ]
+
+
 def adversarial_values(rows: int, nin: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """``[rows, nin]`` of ties, NaN, ±inf, ±0, denormals, the largest numbers, and ordinary ones.
 

@@ -14,7 +14,8 @@ from knnpool_gen.kernel import KernelKey
 from knnpool_gen.verification import calls, verify_kernel
 from knnpool_gen.verification.emulated import EmulatedBackend
 from knnpool_gen.verification.tables import Table, small_tables
-from tables import real_tables
+from knnpool_gen.vocabulary import Staging
+from tables import real_tables, wide_tables
 
 
 def by_name(key: KernelKey) -> str:
@@ -22,8 +23,8 @@ def by_name(key: KernelKey) -> str:
 
 
 def sanitized(all_variants: bool) -> list[KernelKey]:
-    """All variants, or those that take every path of the templates: single rows, and the tallest tile."""
-    return [key for key in KERNELS if all_variants or key.rows in (1, 8)]
+    """All variants, or of every mode and dtype those that take every path of the templates."""
+    return list(KERNELS) if all_variants else short_and_tall()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,6 +39,29 @@ def test_equals_the_reference_on_small_tables(key: KernelKey) -> None:
 
     assert verdict.faults == ()
     assert verdict.cases >= 3 * len(small_tables())
+
+
+def short_and_tall() -> list[KernelKey]:
+    """Of every mode and dtype the variant of the fewest rows and that of the most."""
+    heights: dict[tuple[object, ...], list[int]] = {}
+    for key in KERNELS:
+        heights.setdefault(key[:4], []).append(key.rows)
+    return [key for key in KERNELS if key.rows in (min(heights[key[:4]]), max(heights[key[:4]]))]
+
+
+@pytest.mark.parametrize("key", short_and_tall(), ids=by_name)
+def test_equals_the_reference_on_both_sides_of_every_width(key: KernelKey) -> None:
+    itemsize = getattr(torch, key.dtype).itemsize
+    fitting = [
+        table for table in wide_tables() if key.staging is Staging.DIRECT or table.nin * key.rows * itemsize < 200_000
+    ]
+
+    verdict = verify_kernel(
+        key, KERNELS[key], EmulatedBackend(Sanitizer.NONE), list(calls(key, fitting, rows=[key.rows + 1]))
+    )
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 7
 
 
 @pytest.mark.parametrize("key", KERNELS, ids=by_name)

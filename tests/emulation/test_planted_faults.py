@@ -42,7 +42,7 @@ FULL_TILES_ONLY = (
 )
 NO_FIRST_BARRIER = ("__syncthreads();  // the tile is complete", "")
 NO_LAST_BARRIER = ("__syncthreads();  // nobody reads the tile any more", "")
-LATER_TIES_WIN = ("greater(piece.word[w], best[i])", "~greater(best[i], piece.word[w])")
+LATER_TIES_WIN = ("? greater(piece.word[w], best[w])", "? ~greater(best[w], piece.word[w])")
 
 
 def test_reads_past_the_last_row_are_found(faults_of) -> None:
@@ -53,8 +53,8 @@ def test_reads_past_the_last_row_are_found(faults_of) -> None:
 
 def test_writes_past_the_tile_are_found(faults_of) -> None:
     (fault,) = faults_of(
-        "tile[p * nodes + position(node)] = piece;",
-        "tile[p * nodes + position(node) + 64] = piece;",
+        "tile[p * room + position(i)] = pack(value);",
+        "tile[p * room + position(i) + 8] = pack(value);",
         Sanitizer.ADDRESS,
     )
     assert "heap-buffer-overflow" in fault

@@ -10,13 +10,12 @@ import torch
 from knnpool_gen import pool_backward, pool_forward, pool_meta_from_indices
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import KernelKey
-from knnpool_gen.reference import reference_backward, reference_forward
+from knnpool_gen.runtime.execute import dtype_name
 from knnpool_gen.verification import DeviceBackend, calls, difference, verify_kernel
 from knnpool_gen.verification.tables import Table, adversarial_values
 from knnpool_gen.vocabulary import Mode
-from tables import real_tables
-
-HALF_PRECISION = ("float16", "bfloat16", "float32")
+from oracle import reference_backward, reference_forward
+from tables import DTYPES, real_tables, wide_tables
 
 
 @pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
@@ -38,22 +37,27 @@ def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
     assert verdict.cases >= 5
 
 
-@pytest.mark.parametrize("dtype", HALF_PRECISION)
-@pytest.mark.parametrize("mode", ["max", "avg"])
-@pytest.mark.parametrize("table", real_tables(), ids=str)
-def test_the_chosen_variant_equals_the_reference(table: Table, mode: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("table", [*real_tables(), *wide_tables()], ids=str)
+def test_the_chosen_variant_equals_the_reference(table: Table, mode: Mode, dtype: torch.dtype) -> None:
     meta = pool_meta_from_indices(table.indices, table.nin)
     device_meta = pool_meta_from_indices(table.indices, table.nin, "cuda")
-    x = adversarial_values(77, table.nin, getattr(torch, dtype))
-    grad_y = adversarial_values(77, table.nout, getattr(torch, dtype), seed=1)
+    x = adversarial_values(77, table.nin, dtype)
+    grad_y = adversarial_values(77, table.nout, dtype, seed=1)
+    for options in ({"nan": "omit"}, {"nan": "propagate"}):
+        if mode is Mode.WEIGHTED:
+            weights = torch.rand(table.indices.shape, generator=torch.Generator().manual_seed(5))
+            options |= {"weights": weights, "normalize_weights": options["nan"] == "omit"}
 
-    y, aux = pool_forward(device_meta, x.cuda(), mode)
-    grad_x = pool_backward(device_meta, grad_y.cuda(), aux, mode)
+        y, aux = pool_forward(device_meta, x.cuda(), mode.value, **options)
+        grad_x = pool_backward(device_meta, grad_y.cuda(), aux, mode.value, x=x.cuda(), **options)
 
-    expected_y, expected_aux = reference_forward(meta, x, Mode(mode))
-    assert difference(y, expected_y) is None
-    assert aux is None or difference(aux, expected_aux) is None
-    assert difference(grad_x, reference_backward(meta, grad_y, expected_aux, Mode(mode))) is None
+        expected_y, expected_aux = pool_forward(meta, x, mode.value, **options)
+        assert difference(y, expected_y) is None
+        assert aux is None or difference(aux, expected_aux) is None
+        expected = pool_backward(meta, grad_y, expected_aux, mode.value, x=x, **options)
+        assert difference(grad_x, expected) is None
 
 
 def alexp0() -> tuple[torch.Tensor, int]:

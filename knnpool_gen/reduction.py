@@ -1,0 +1,76 @@
+"""How a call reduces a column: the mode, and the rules that go with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnpool_gen.errors import InvalidArgumentError, UnknownModeError
+from knnpool_gen.runtime.plan import PoolMeta
+from knnpool_gen.runtime.weights import PoolWeights, prepare_weights
+from knnpool_gen.vocabulary import Mode, NanRule
+
+DEFAULT_NAN = {
+    Mode.MAX: NanRule.OMIT,
+    Mode.AVG: NanRule.PROPAGATE,
+    Mode.SUM: NanRule.PROPAGATE,
+    Mode.WEIGHTED: NanRule.PROPAGATE,
+}
+"""What becomes of NaN if the caller does not say."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A mode with its options, checked."""
+
+    mode: Mode
+    omit_nan: bool
+    """Whether a NaN is left out (of the max, the sum, the count and the sum of the weights)."""
+    weights: PoolWeights | None = None
+    normalize: bool = False
+    """Whether a weighted sum is divided by (the sum of the weights used + 1e-8)."""
+    empty_value: float | None = None
+    """The value of an empty column, if not the mode's own."""
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are added up."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def make_reduction(
+    meta: PoolMeta,
+    dtype: torch.dtype,
+    mode: str,
+    nan: str | None = None,
+    empty_value: float | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
+) -> Reduction:
+    """Check the options of a call on values of ``dtype``.
+
+    Raises:
+        UnknownModeError: no such mode.
+        InvalidArgumentError, UnsupportedTypeError: an option that does not exist or does not go with the mode.
+    """
+    chosen = next((known for known in Mode if mode == known.value), None)
+    if chosen is None:
+        raise UnknownModeError(f"mode = {mode!r}; there are {', '.join(repr(known.value) for known in Mode)}")
+    rule = DEFAULT_NAN[chosen] if nan is None else next((known for known in NanRule if nan == known.value), None)
+    if rule is None:
+        raise InvalidArgumentError(f"nan = {nan!r}; there are {', '.join(repr(known.value) for known in NanRule)}")
+    if (chosen is Mode.WEIGHTED) != (weights is not None):
+        raise InvalidArgumentError(
+            "mode 'weighted' needs weights [K, Nout]" if weights is None else f"mode {mode!r} takes no weights"
+        )
+    if normalize_weights and weights is None:
+        raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
+    return Reduction(
+        mode=chosen,
+        omit_nan=rule is NanRule.OMIT,
+        weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
+        normalize=bool(normalize_weights),
+        empty_value=None if empty_value is None else float(empty_value),
+    )

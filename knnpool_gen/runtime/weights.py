@@ -1,0 +1,70 @@
+"""Weights of the neighbours, as kernels and reference read them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
+from knnpool_gen.runtime.plan import PoolMeta
+from knnpool_gen.runtime.table_cache import TableCache
+
+EPSILON = 1e-8
+"""Added to the sum of the weights before dividing by it, as fovi's layer does."""
+
+
+@dataclass(frozen=True, eq=False)
+class PoolWeights:
+    """Tables derived from ``weights`` ``[K, Nout]``, in the dtype that sums run in."""
+
+    weights: Tensor
+    """``[K, Nout]``, 0 at pads."""
+    rev_weights: Tensor
+    """By entry of the reverse table."""
+    rev_normalized: Tensor
+    """The same, each divided by (the sum of its column + 1e-8)."""
+
+
+_prepared: TableCache[tuple[weakref.ref[PoolMeta], PoolWeights]] = TableCache()
+
+
+def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
+    """Derive the tables for sums in ``dtype``, or take them from the cache.
+
+    Raises:
+        UnsupportedTypeError: ``weights`` is no floating-point tensor.
+        InvalidArgumentError: its shape is not that of the table, or it wants a gradient.
+    """
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
+    if weights.shape != (meta.k, meta.nout):
+        raise InvalidArgumentError(
+            f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{meta.k}, {meta.nout}]"
+        )
+    if weights.requires_grad:
+        raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
+    key = (id(meta), dtype)
+    owner, prepared = _prepared.get(weights, key, lambda: (weakref.ref(meta), _derive(meta, weights, dtype)))
+    if owner() is not meta:  # another plan has come to lie where the one of the entry was
+        prepared = _derive(meta, weights, dtype)
+    return prepared
+
+
+def clear_weights() -> None:
+    """Forget what was derived from weights."""
+    _prepared.clear()
+
+
+@torch.no_grad()
+def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
+    with torch.inference_mode(False):
+        table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
+        size = table.new_zeros(meta.nout)
+        for row in table:  # slots ascending, as the kernels add
+            size += row
+        slots, nodes = meta.unpack(meta.rev_kn)
+        return PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
