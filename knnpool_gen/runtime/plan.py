@@ -68,7 +68,7 @@ class PoolMeta:
     first_slot: Tensor = field(init=False, repr=False)
     """``[Nout]``: the first non-pad slot; for an empty column none, 255 in uint8 (K up to 255), -1 in wider types."""
     gather_indices: Tensor = field(init=False, repr=False)
-    """``indices`` as kernels read them: 16 bits wide (to be read as uint16) if Nin is below 2^16, otherwise the same."""
+    """``indices`` as kernels read them: 16 bits wide (to be read as uint16) if Nin is below 2^16."""
     empty_columns: Tensor = field(init=False, repr=False)
     """int64: the output nodes whose slots are all pads."""
 
