@@ -67,8 +67,7 @@ class Variant:
     def name(self) -> str:
         """File stem, symbol, dispatch entry, test id: this string, made here and nowhere else."""
         return (
-            f"knnpool_{self.direction.value}_{self.mode.mode.value}_{self.dtype.name}"
-            f"_{self.staging.value}_r{self.rows}"
+            f"knnpool_{self.direction.value}_{self.mode.mode.value}_{self.dtype.name}_{self.staging.value}_r{self.rows}"
         )
 
     @property
