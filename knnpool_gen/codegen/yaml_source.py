@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ import yaml
 from knnpool_gen.errors import SpecError
 
 T = TypeVar("T")
+
+BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(order=True, frozen=True)
@@ -67,7 +70,7 @@ class Value:
             elif allowed is not None and key.name not in allowed:
                 self.faults.add(key.at, f"unknown key {key.name!r} in {what}; allowed: {', '.join(allowed)}")
             else:
-                result[key] = self._at(value_node)
+                result[key] = replace(self._at(value_node), line=key.at.line)
             lines.setdefault(key.name, key.at.line)
         return result
 
@@ -96,13 +99,12 @@ class Value:
         return self._scalar(what, "a string", "tag:yaml.org,2002:str", str)
 
     def integer(self, what: str) -> int | None:
-        """An integer; true and false are none."""
-        return self._scalar(what, "an integer", "tag:yaml.org,2002:int", lambda text: int(text, 0))
+        """An integer in decimal; true and false are none."""
+        return self._scalar(what, "an integer", "tag:yaml.org,2002:int", _decimal)
 
     def boolean(self, what: str) -> bool | None:
         """True or false."""
-        true = ("true", "yes", "on")
-        return self._scalar(what, "true or false", "tag:yaml.org,2002:bool", lambda text: text.lower() in true)
+        return self._scalar(what, "true or false", "tag:yaml.org,2002:bool", BOOLEANS.get)
 
     def word(self, what: str, words: Mapping[str, T]) -> T | None:
         """What one of ``words`` stands for."""
@@ -119,11 +121,13 @@ class Value:
         """Whether this is a list."""
         return isinstance(self.node, yaml.SequenceNode)
 
-    def _scalar(self, what: str, wanted: str, tag: str, read: Callable[[str], T]) -> T | None:
+    def _scalar(self, what: str, wanted: str, tag: str, read: Callable[[str], T | None]) -> T | None:
+        value = None
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag == tag:
-            return read(self.node.value)
-        self.faults.add(self, f"{what} must be {wanted}, not {self._kind()}")
-        return None
+            value = read(self.node.value)
+        if value is None:
+            self.faults.add(self, f"{what} must be {wanted}, not {self._kind()}")
+        return value
 
     def _at(self, node: yaml.Node) -> Value:
         return Value(self.file, node.start_mark.line + 1, node, self.faults)
@@ -134,7 +138,7 @@ class Value:
         if isinstance(self.node, yaml.SequenceNode):
             return "a list"
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag != "tag:yaml.org,2002:null":
-            return repr(self.node.value)
+            return f"{'the string ' if self.node.style else ''}{self.node.value!r}"
         return "nothing"
 
 
@@ -158,9 +162,18 @@ def read_yaml(path: Path, faults: Faults) -> Value | None:
         return None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as error:
+        at = Value(shown, text.count("\n", 0, error.position) + 1, None, faults)
+        faults.add(at, f"not YAML: character {chr(error.character)!r} is not allowed")
+        return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = Value(shown, mark.line + 1 if mark else 1, None, faults)
         faults.add(at, f"not YAML: {getattr(error, 'problem', None) or error}")
         return None
     return Value(shown, node.start_mark.line + 1 if node else 1, node, faults)
+
+
+def _decimal(text: str) -> int | None:
+    """An integer in the one form that nobody reads otherwise: YAML takes 010 for 8 and 1:30 for 90."""
+    return int(text) if re.fullmatch("-?(0|[1-9][0-9]*)", text) else None
