@@ -15,31 +15,25 @@ from knnpool_gen.verification import DeviceBackend, calls, difference, verify_ke
 from knnpool_gen.verification.tables import Table, adversarial_values
 from knnpool_gen.vocabulary import Mode
 from oracle import reference_backward, reference_forward
-from tables import DTYPES, real_tables, wide_tables
+from tables import DTYPES, real_tables, small_tables
+
+VARIED = {"pads", "empty_columns", "k33", "hub", "odd_sizes"}
 
 
 @pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
 def test_equals_the_reference_on_small_tables(key: KernelKey) -> None:
-    verdict = verify_kernel(key, KERNELS[key], DeviceBackend())
+    # Every table shape and set of options is compiled here, so there are fewer than in emulation.
+    tables = [table for table in small_tables() if table.name in VARIED]
+
+    verdict = verify_kernel(key, KERNELS[key], DeviceBackend(), list(calls(key, tables, rows=[2 * key.rows + 1])))
 
     assert verdict.faults == ()
-    assert verdict.cases > 60
-
-
-@pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
-def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
-    itemsize = getattr(torch, key.dtype).itemsize
-    fitting = [table for table in real_tables() if table.nin * key.rows * itemsize < 200_000]
-
-    verdict = verify_kernel(key, KERNELS[key], DeviceBackend(), list(calls(key, fitting, rows=[200])))
-
-    assert verdict.faults == ()
-    assert verdict.cases >= 5
+    assert verdict.cases >= len(VARIED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
-@pytest.mark.parametrize("table", [*real_tables(), *wide_tables()], ids=str)
+@pytest.mark.parametrize("table", real_tables(), ids=str)
 def test_the_chosen_variant_equals_the_reference(table: Table, mode: Mode, dtype: torch.dtype) -> None:
     meta = pool_meta_from_indices(table.indices, table.nin)
     device_meta = pool_meta_from_indices(table.indices, table.nin, "cuda")

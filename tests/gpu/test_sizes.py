@@ -91,3 +91,17 @@ def test_slots_of_every_width(k: int) -> None:
     assert_same_bits(y, expected_y)
     assert_same_bits(aux, expected_aux)
     assert_same_bits(pool_backward(meta, y, aux, "max"), reference_backward(meta, y, aux, Mode.MAX))
+
+
+@pytest.mark.parametrize("nin", [65534, 65535, 65536, 65537])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=dtype_name)
+def test_indices_of_every_width(nin: int, dtype: torch.dtype) -> None:
+    indices = torch.randint(0, nin + 2, (5, 30), generator=torch.Generator().manual_seed(nin))
+    indices[0, :3] = torch.tensor([nin - 1, nin, nin + 1])
+    meta = pool_meta_from_indices(indices, nin, "cuda")
+    x = torch.randn(9, nin, device="cuda").to(dtype)
+    for rs in (None, 1):
+        y, aux = pool_forward(meta, x, "max", rs)
+        expected_y, expected_aux = reference_forward(meta, x, Mode.MAX)
+        assert_same_bits(y, expected_y)
+        assert_same_bits(pool_backward(meta, y, aux, "max", rs), reference_backward(meta, y, expected_aux, Mode.MAX))
