@@ -54,13 +54,16 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
 
     Reads ``layer.mode``, ``layer.knn_indices_pad_token`` and ``layer.knn_pad_token_val`` (or the number of
     ``layer.in_coords``); for the mode gaussian, ``layer.gaussian_weights``. Returns None when the caller should use
-    its own path: a mode, dtype or size that has no kernel.
+    its own path: a mode, dtype or size that has no kernel. A layer that lacks these attributes, a bad table and an
+    ``x`` of another size are errors.
     """
+    meta = ensure_pool_metadata(layer, x.device)
     try:
-        meta = ensure_pool_metadata(layer, x.device)
         check_input(meta, x)
         if layer.mode == "gaussian":
-            weights = layer.gaussian_weights.detach()
+            weights = layer.gaussian_weights
+            if weights.requires_grad:
+                weights = weights.detach()
             reduction = make_reduction(meta, x.dtype, Mode.WEIGHTED.value, weights=weights, normalize_weights=True)
         else:
             reduction = make_reduction(meta, x.dtype, layer.mode)

@@ -44,8 +44,9 @@ class Kernel:
     """The number of nodes in a tile is rounded up to a multiple of this."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
-    piece_rows: int
-    """Rows that one thread works on."""
+
+    resident_threads: int
+    """Threads of all blocks on a multiprocessor that the kernel's registers should allow."""
 
     def shared_bytes(self, nodes: int, stack: int = 1, slot_bytes: int = 1) -> int:
         """Dynamic shared memory of a tile of ``nodes`` nodes and ``stack`` groups of rows, in bytes."""

@@ -74,6 +74,8 @@ class _KNNPoolGradient(torch.autograd.Function):
 
 def _winners_of(x: Tensor, aux: Tensor, meta: PoolMeta) -> Tensor:
     """``x`` at the node in the winning slot of each column ``[..., Nout]``; 0 for an empty column."""
+    if meta.rev_kn.numel() == 0:  # and perhaps no slot or node that could be indexed
+        return x.new_zeros(*x.shape[:-1], meta.nout)
     empty = meta.count == 0
     slots = aux.long().masked_fill(empty, 0)
     table = meta.indices_i64.masked_fill(meta.indices_i64 >= meta.nin, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
-from knnpool_gen.errors import InvalidArgumentError, UnknownModeError
+from knnpool_gen.errors import InvalidArgumentError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.runtime.weights import PoolWeights, prepare_weights
 from knnpool_gen.vocabulary import Mode, NanRule
@@ -67,10 +69,22 @@ def make_reduction(
         )
     if normalize_weights and weights is None:
         raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
+    if empty_value is not None:
+        empty_value = _checked_value(empty_value, dtype)
     return Reduction(
         mode=chosen,
         omit_nan=rule is NanRule.OMIT,
         weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
         normalize=bool(normalize_weights),
-        empty_value=None if empty_value is None else float(empty_value),
+        empty_value=empty_value,
     )
+
+
+def _checked_value(value: SupportsFloat, dtype: torch.dtype) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UnsupportedTypeError(f"empty_value must be a number, not {value!r}") from None
+    if torch.finfo(dtype).max < abs(number) < math.inf:
+        raise InvalidArgumentError(f"empty_value = {number} is beyond {dtype}")
+    return number

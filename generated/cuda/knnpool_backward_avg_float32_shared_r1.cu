@@ -6,9 +6,9 @@
 //
 //     grad_x[row, m] = sum of grad_y[row, n] / count[n] over the (k, n) that read node m
 //
-// A block takes tiles of 1 row, or a multiple of that. The gradients of one output node stand side by side in
-// shared memory, in pieces of up to 1 row(s); every input node gathers from the outputs that read it (the
-// reverse table, in the order (k, n)), adds in float32 and is written once: no atomics, the same bits on every run.
+// A block takes tiles of 1 row, or a stack of these. The gradients of one output node stand side by side in shared
+// memory, a row each; every input node gathers from the outputs that read it (the reverse table, in the order
+// (k, n)), adds in float32 and is written once: no atomics, the same bits on every run.
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
@@ -27,12 +27,15 @@ using Value = unsigned;           // float32, as it lies in memory
 using Word = float;               // 1 row of one node
 using Entry = KNNPOOL_ENTRY;
 
-constexpr int PIECE_ROWS = 1;     // rows of a piece: what one read of shared memory brings of a node
-constexpr int WORDS = 1;          // words of a piece
+constexpr int ROWS = 1;           // rows that a thread works on
+constexpr int WORDS = 1;          // words that hold one node of these rows
+constexpr int PIECES = 1;         // reads of shared memory that bring them
 constexpr int VECTOR = 2;         // nodes of one row that one load brings
 
 struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
-struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
+struct alignas(sizeof(Word) * WORDS / PIECES) Piece { Word word[WORDS / PIECES]; };
+
+struct Node { Word word[WORDS]; };
 
 constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
 
@@ -43,48 +46,66 @@ __device__ __forceinline__ int position(int node) { return node ^ ((node >> 5) &
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
 __device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
 
-__device__ __forceinline__ Piece pack(const float (&value)[PIECE_ROWS]) {
-    Piece piece;
+__device__ __forceinline__ void store(Piece* tile, int room, int node, const float (&value)[ROWS]) {
+    Word word[WORDS];
     #pragma unroll
-    for (int w = 0; w < WORDS; ++w) piece.word[w] = value[w];
-    return piece;
+    for (int w = 0; w < WORDS; ++w) word[w] = value[w];
+    #pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        Piece piece;
+        #pragma unroll
+        for (int w = 0; w < WORDS / PIECES; ++w) piece.word[w] = word[WORDS / PIECES * p + w];
+        tile[p * room + position(node)] = piece;
+    }
 }
 
-// The value of row i in the words of a piece.
-__device__ __forceinline__ float row_of(const Word* word, int i) {
-    return word[i];
+__device__ __forceinline__ Node load(const Piece* tile, int room, int node) {
+    Node result;
+    #pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const Piece piece = tile[p * room + position(node)];
+        #pragma unroll
+        for (int w = 0; w < WORDS / PIECES; ++w) result.word[WORDS / PIECES * p + w] = piece.word[w];
+    }
+    return result;
+}
+
+// The value of row r in the words of a node.
+__device__ __forceinline__ float row_of(const Word* word, int r) {
+    return word[r];
 }
 
 __device__ __forceinline__ float widen(Value value) { return __uint_as_float(value); }
 
 __device__ __forceinline__ Value narrow(float value) { return __float_as_uint(value); }
 
-// Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int pieces, int nodes, int room, int live, const float* __restrict__ count) {
+// Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
+// written.
+__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live, const float* __restrict__ count) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
-        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
-            const int p = item / vectors, i = item % vectors;
-            Vector read[PIECE_ROWS];
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
+            const int s = item / vectors, i = item % vectors;
+            Vector read[ROWS];
             #pragma unroll
-            for (int r = 0; r < PIECE_ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
+            for (int r = 0; r < ROWS; ++r)
+                read[r] = reinterpret_cast<const Vector*>(row + min(ROWS * s + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                float value[PIECE_ROWS];
+                float value[ROWS];
                 #pragma unroll
-                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = __fdiv_rn(widen(read[r].value[j]), count[VECTOR * i + j]);
-                tile[p * room + position(VECTOR * i + j)] = pack(value);
+                for (int r = 0; r < ROWS; ++r) value[r] = __fdiv_rn(widen(read[r].value[j]), count[VECTOR * i + j]);
+                store(tile + s * PIECES * room, room, VECTOR * i + j, value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
-            const int p = item / nodes, i = item % nodes;
-            float value[PIECE_ROWS];
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
+            const int s = item / nodes, i = item % nodes;
+            float value[ROWS];
             #pragma unroll
-            for (int r = 0; r < PIECE_ROWS; ++r)
-                value[r] = __fdiv_rn(widen(row[min(PIECE_ROWS * p + r, live - 1) * nodes + i]), count[i]);
-            tile[p * room + position(i)] = pack(value);
+            for (int r = 0; r < ROWS; ++r)
+                value[r] = __fdiv_rn(widen(row[min(ROWS * s + r, live - 1) * nodes + i]), count[i]);
+            store(tile + s * PIECES * room, room, i, value);
         }
     }
 }
@@ -100,35 +121,35 @@ knnpool_backward_avg_float32_shared_r1(
     long long rows)
 {
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int PIECES = KNNPOOL_STACK * 1, ROWS = PIECES * PIECE_ROWS;  // of a tile
+    const int TILE_ROWS = KNNPOOL_STACK * ROWS;
     const int ROOM = room_for(NOUT);
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
 
-    const long long stride = static_cast<long long>(gridDim.x) * ROWS;
-    for (long long first = static_cast<long long>(blockIdx.x) * ROWS; first < rows; first += stride) {
-        const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
-        stage(tile, grad_y + first * NOUT, PIECES, NOUT, ROOM, live, count);
+    const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
+    for (long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS; first < rows; first += stride) {
+        const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;
+        stage(tile, grad_y + first * NOUT, NOUT, ROOM, live, count);
         __syncthreads();  // the tile is complete
 
-        for (int item = threadIdx.x; item < PIECES * NIN; item += KNNPOOL_THREADS) {
-            const int p = item / NIN, m = item % NIN;
-            float sum[PIECE_ROWS] = {};
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * NIN; item += KNNPOOL_THREADS) {
+            const int s = item / NIN, m = item % NIN;
+            float sum[ROWS] = {};
             const int end = rev_rowptr[m + 1];
             for (int e = rev_rowptr[m]; e < end; ++e) {
                 const Entry entry = rev_kn[e];
-                const int at = p * ROOM + position(static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1)));
-                const Piece piece = tile[at];
+                const int n = static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1));
+                const Node node = load(tile + s * PIECES * ROOM, ROOM, n);
                 #pragma unroll
-                for (int i = 0; i < PIECE_ROWS; ++i) {
-                    sum[i] = __fadd_rn(sum[i], row_of(piece.word, i));
+                for (int r = 0; r < ROWS; ++r) {
+                    sum[r] = __fadd_rn(sum[r], row_of(node.word, r));
                 }
             }
             #pragma unroll
-            for (int i = 0; i < PIECE_ROWS; ++i) {
-                if (PIECE_ROWS * p + i >= live) break;
-                grad_x[(first + PIECE_ROWS * p + i) * NIN + m] = narrow(sum[i]);
+            for (int r = 0; r < ROWS; ++r) {
+                if (ROWS * s + r >= live) break;
+                grad_x[(first + ROWS * s + r) * NIN + m] = narrow(sum[r]);
             }
         }
         __syncthreads();  // nobody reads the tile any more

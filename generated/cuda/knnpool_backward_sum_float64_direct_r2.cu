@@ -26,16 +26,16 @@ using Value = unsigned long long;  // float64, as it lies in memory
 using Word = unsigned long long;  // 1 row of one node
 using Entry = KNNPOOL_ENTRY;
 
-constexpr int PIECE_ROWS = 2;     // rows that a thread works on
-constexpr int WORDS = 2;          // words of a piece
+constexpr int ROWS = 2;           // rows that a thread works on
+constexpr int WORDS = 2;          // words that hold one node of these rows
 
-struct Piece { Word word[WORDS]; };
+struct Node { Word word[WORDS]; };
 
 constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
 
-// The value of row i in the words of a piece.
-__device__ __forceinline__ unsigned long long row_of(const Word* word, int i) {
-    return word[i];
+// The value of row r in the words of a node.
+__device__ __forceinline__ unsigned long long row_of(const Word* word, int r) {
+    return word[r];
 }
 
 __device__ __forceinline__ double widen(Value value) { return __longlong_as_double(value); }
@@ -43,11 +43,11 @@ __device__ __forceinline__ double widen(Value value) { return __longlong_as_doub
 __device__ __forceinline__ Value narrow(double value) { return __double_as_longlong(value); }
 
 // One node of `live` rows. Rows past the last one repeat it: added up, but never written.
-__device__ __forceinline__ Piece read(const Value* __restrict__ row, long long nodes, int node, int live) {
-    Piece piece;
+__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+    Node result;
     #pragma unroll
-    for (int i = 0; i < PIECE_ROWS; ++i) piece.word[i] = row[min(i, live - 1) * nodes + node];
-    return piece;
+    for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];
+    return result;
 }
 }  // namespace
 
@@ -62,28 +62,28 @@ knnpool_backward_sum_float64_direct_r2(
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int CHUNKS = (NIN + KNNPOOL_THREADS - 1) / KNNPOOL_THREADS;  // of nodes, a block each
 
-    const long long chunks = (rows + PIECE_ROWS - 1) / PIECE_ROWS * CHUNKS;
+    const long long chunks = (rows + ROWS - 1) / ROWS * CHUNKS;
     for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const long long first = chunk / CHUNKS * PIECE_ROWS;
-        const int live = rows - first < PIECE_ROWS ? static_cast<int>(rows - first) : PIECE_ROWS;
+        const long long first = chunk / CHUNKS * ROWS;
+        const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
         const int m = static_cast<int>(chunk % CHUNKS) * KNNPOOL_THREADS + threadIdx.x;
         if (m >= NIN) continue;
 
-        double sum[PIECE_ROWS] = {};
+        double sum[ROWS] = {};
         const int end = rev_rowptr[m + 1];
         for (int e = rev_rowptr[m]; e < end; ++e) {
             const Entry entry = rev_kn[e];
             const int n = static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1));
-            const Piece piece = read(grad_y + first * NOUT, NOUT, n, live);
+            const Node node = read(grad_y + first * NOUT, NOUT, n, live);
             #pragma unroll
-            for (int i = 0; i < PIECE_ROWS; ++i) {
-                sum[i] = __dadd_rn(sum[i], widen(row_of(piece.word, i)));
+            for (int r = 0; r < ROWS; ++r) {
+                sum[r] = __dadd_rn(sum[r], widen(row_of(node.word, r)));
             }
         }
         #pragma unroll
-        for (int i = 0; i < PIECE_ROWS; ++i) {
-            if (i >= live) break;
-            grad_x[(first + i) * NIN + m] = narrow(sum[i]);
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= live) break;
+            grad_x[(first + r) * NIN + m] = narrow(sum[r]);
         }
     }
 }

@@ -8,8 +8,8 @@
 //                   out too, or wins, as KNNPOOL_OMIT_NAN says
 //     aux[row, n] = the first slot k that holds the maximum; first_slot[n] where nothing is above -inf
 //
-// A block takes tiles of 1 row, or a multiple of that. A tile is staged in shared memory in pieces: one piece
-// holds one node of up to 1 row(s) side by side, so that one read and one look-up of an index serve them all.
+// A block takes tiles of 1 row, or a stack of these. A tile is staged in shared memory node by node: the values
+// of all rows at one node stand side by side, so that one look-up of an index serves them all.
 
 #include <cuda_fp16.h>
 
@@ -32,12 +32,15 @@ using Value = unsigned short;     // float16, as it lies in memory
 using Word = unsigned short;      // 1 row of one node
 using Slot = KNNPOOL_SLOT;
 
-constexpr int PIECE_ROWS = 1;     // rows of a piece: what one read of shared memory brings of a node
-constexpr int WORDS = 1;          // words of a piece
+constexpr int ROWS = 1;           // rows that a thread works on
+constexpr int WORDS = 1;          // words that hold one node of these rows
+constexpr int PIECES = 1;         // reads of shared memory that bring them
 constexpr int VECTOR = 4;         // nodes of one row that one load brings
 
 struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
-struct alignas(sizeof(Word) * WORDS) Piece { Word word[WORDS]; };
+struct alignas(sizeof(Word) * WORDS / PIECES) Piece { Word word[WORDS / PIECES]; };
+
+struct Node { Word word[WORDS]; };
 
 // Where a node lies in the tile. A thread stages VECTOR neighbouring nodes; the exclusive or spreads the
 // stores of a warp over all banks.
@@ -46,44 +49,62 @@ __device__ __forceinline__ int position(int node) { return node ^ ((node >> 6) &
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
 __device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
 
-__device__ __forceinline__ Piece pack(const unsigned short (&value)[PIECE_ROWS]) {
-    Piece piece;
+__device__ __forceinline__ void store(Piece* tile, int room, int node, const unsigned short (&value)[ROWS]) {
+    Word word[WORDS];
     #pragma unroll
-    for (int w = 0; w < WORDS; ++w) piece.word[w] = value[w];
-    return piece;
+    for (int w = 0; w < WORDS; ++w) word[w] = value[w];
+    #pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        Piece piece;
+        #pragma unroll
+        for (int w = 0; w < WORDS / PIECES; ++w) piece.word[w] = word[WORDS / PIECES * p + w];
+        tile[p * room + position(node)] = piece;
+    }
 }
 
-// The value of row i in the words of a piece.
-__device__ __forceinline__ unsigned short row_of(const Word* word, int i) {
-    return word[i];
+__device__ __forceinline__ Node load(const Piece* tile, int room, int node) {
+    Node result;
+    #pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const Piece piece = tile[p * room + position(node)];
+        #pragma unroll
+        for (int w = 0; w < WORDS / PIECES; ++w) result.word[WORDS / PIECES * p + w] = piece.word[w];
+    }
+    return result;
 }
 
-// Stages `live` rows of `nodes` values each. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int pieces, int nodes, int room, int live) {
+// The value of row r in the words of a node.
+__device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
+    return word[r];
+}
+
+// Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
+// written.
+__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
-        for (int item = threadIdx.x; item < pieces * vectors; item += KNNPOOL_THREADS) {
-            const int p = item / vectors, i = item % vectors;
-            Vector read[PIECE_ROWS];
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
+            const int s = item / vectors, i = item % vectors;
+            Vector read[ROWS];
             #pragma unroll
-            for (int r = 0; r < PIECE_ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(PIECE_ROWS * p + r, live - 1) * nodes)[i];
+            for (int r = 0; r < ROWS; ++r)
+                read[r] = reinterpret_cast<const Vector*>(row + min(ROWS * s + r, live - 1) * nodes)[i];
             #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                Value value[PIECE_ROWS];
+                Value value[ROWS];
                 #pragma unroll
-                for (int r = 0; r < PIECE_ROWS; ++r) value[r] = read[r].value[j];
-                tile[p * room + position(VECTOR * i + j)] = pack(value);
+                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
+                store(tile + s * PIECES * room, room, VECTOR * i + j, value);
             }
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int item = threadIdx.x; item < pieces * nodes; item += KNNPOOL_THREADS) {
-            const int p = item / nodes, i = item % nodes;
-            Value value[PIECE_ROWS];
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
+            const int s = item / nodes, i = item % nodes;
+            Value value[ROWS];
             #pragma unroll
-            for (int r = 0; r < PIECE_ROWS; ++r)
-                value[r] = row[min(PIECE_ROWS * p + r, live - 1) * nodes + i];
-            tile[p * room + position(i)] = pack(value);
+            for (int r = 0; r < ROWS; ++r)
+                value[r] = row[min(ROWS * s + r, live - 1) * nodes + i];
+            store(tile + s * PIECES * room, room, i, value);
         }
     }
 }
@@ -109,26 +130,26 @@ knnpool_forward_max_float16_shared_r1(
     long long rows)
 {
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int PIECES = KNNPOOL_STACK * 1, ROWS = PIECES * PIECE_ROWS;  // of a tile
+    const int TILE_ROWS = KNNPOOL_STACK * ROWS;
     const int ROOM = room_for(NIN + 1);  // the inputs, and node NIN that all pads read
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
 
-    for (int p = threadIdx.x; p < PIECES; p += KNNPOOL_THREADS) {
-        Piece pad;
+    for (int s = threadIdx.x; s < KNNPOOL_STACK; s += KNNPOOL_THREADS) {
+        Value pad[ROWS];
         #pragma unroll
-        for (int w = 0; w < WORDS; ++w) pad.word[w] = LOWEST;
-        tile[p * ROOM + position(NIN)] = pad;
+        for (int r = 0; r < ROWS; ++r) pad[r] = static_cast<Value>(LOWEST);
+        store(tile + s * PIECES * ROOM, ROOM, NIN, pad);
     }
-    const long long stride = static_cast<long long>(gridDim.x) * ROWS;
-    for (long long first = static_cast<long long>(blockIdx.x) * ROWS; first < rows; first += stride) {
-        const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
-        stage(tile, x + first * NIN, PIECES, NIN, ROOM, live);
+    const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
+    for (long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS; first < rows; first += stride) {
+        const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;
+        stage(tile, x + first * NIN, NIN, ROOM, live);
         __syncthreads();  // the tile is complete
 
-        for (int item = threadIdx.x; item < PIECES * NOUT; item += KNNPOOL_THREADS) {
-            const int p = item / NOUT, n = item % NOUT;
+        for (int item = threadIdx.x; item < KNNPOOL_STACK * NOUT; item += KNNPOOL_THREADS) {
+            const int s = item / NOUT, n = item % NOUT;
             Word best[WORDS];
             int slot[WORDS];
             #pragma unroll
@@ -139,20 +160,20 @@ knnpool_forward_max_float16_shared_r1(
 
             #pragma unroll 12
             for (int k = 0; k < K; ++k) {
-                const Piece piece = tile[p * ROOM + position(indices[k * NOUT + n])];
+                const Node node = load(tile + s * PIECES * ROOM, ROOM, indices[k * NOUT + n]);
                 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const bool won = KNNPOOL_OMIT_NAN ? greater(piece.word[w], best[w]) : greater_or_nan(piece.word[w], best[w]);
-                    best[w] = won ? piece.word[w] : best[w];
+                    const bool won = KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
+                    best[w] = won ? node.word[w] : best[w];
                     slot[w] = won ? k : slot[w];
                 }
             }
             #pragma unroll
-            for (int i = 0; i < PIECE_ROWS; ++i) {
-                if (PIECE_ROWS * p + i >= live) break;
-                const long long out = (first + PIECE_ROWS * p + i) * NOUT + n;
-                y[out] = row_of(best, i);
-                if (KNNPOOL_AUX) aux[out] = static_cast<Slot>(slot[i]);
+            for (int r = 0; r < ROWS; ++r) {
+                if (ROWS * s + r >= live) break;
+                const long long out = (first + ROWS * s + r) * NOUT + n;
+                y[out] = row_of(best, r);
+                if (KNNPOOL_AUX) aux[out] = static_cast<Slot>(slot[r]);
             }
         }
         __syncthreads();  // nobody reads the tile any more

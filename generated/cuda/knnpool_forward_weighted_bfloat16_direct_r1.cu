@@ -28,22 +28,22 @@ namespace {
 using Value = unsigned short;     // bfloat16, as it lies in memory
 using Word = unsigned short;      // 1 row of one node
 
-constexpr int PIECE_ROWS = 1;     // rows that a thread works on
-constexpr int WORDS = 1;          // words of a piece
+constexpr int ROWS = 1;           // rows that a thread works on
+constexpr int WORDS = 1;          // words that hold one node of these rows
 
-struct Piece { Word word[WORDS]; };
+struct Node { Word word[WORDS]; };
 
-// The value of row i in the words of a piece.
-__device__ __forceinline__ unsigned short row_of(const Word* word, int i) {
-    return word[i];
+// The value of row r in the words of a node.
+__device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
+    return word[r];
 }
 
 // One node of `live` rows. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ Piece read(const Value* __restrict__ row, long long nodes, int node, int live) {
-    Piece piece;
+__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+    Node result;
     #pragma unroll
-    for (int i = 0; i < PIECE_ROWS; ++i) piece.word[i] = row[min(i, live - 1) * nodes + node];
-    return piece;
+    for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];
+    return result;
 }
 
 __device__ __forceinline__ float widen(Value value) { return __bfloat162float(__ushort_as_bfloat16(value)); }
@@ -62,34 +62,34 @@ knnpool_forward_weighted_bfloat16_direct_r1(
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int CHUNKS = (NOUT + KNNPOOL_THREADS - 1) / KNNPOOL_THREADS;  // of columns, a block each
 
-    const long long chunks = (rows + PIECE_ROWS - 1) / PIECE_ROWS * CHUNKS;
+    const long long chunks = (rows + ROWS - 1) / ROWS * CHUNKS;
     for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const long long first = chunk / CHUNKS * PIECE_ROWS;
-        const int live = rows - first < PIECE_ROWS ? static_cast<int>(rows - first) : PIECE_ROWS;
+        const long long first = chunk / CHUNKS * ROWS;
+        const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;
         const int n = static_cast<int>(chunk % CHUNKS) * KNNPOOL_THREADS + threadIdx.x;
         if (n >= NOUT) continue;
 
-        float sum[PIECE_ROWS] = {}, size[PIECE_ROWS] = {};
+        float sum[ROWS] = {}, size[ROWS] = {};
 
         #pragma unroll 4
         for (int k = 0; k < K; ++k) {
-            const int node = indices[static_cast<long long>(k) * NOUT + n];
-            if (node == NIN) continue;  // a pad
-            const Piece piece = read(x + first * NIN, NIN, node, live);
+            const int m = indices[static_cast<long long>(k) * NOUT + n];
+            if (m == NIN) continue;  // a pad
+            const Node node = read(x + first * NIN, NIN, m, live);
             const float weight = weights[k * NOUT + n];
             #pragma unroll
-            for (int i = 0; i < PIECE_ROWS; ++i) {
-                const float value = widen(row_of(piece.word, i));
+            for (int r = 0; r < ROWS; ++r) {
+                const float value = widen(row_of(node.word, r));
                 if (KNNPOOL_OMIT_NAN && value != value) continue;
-                sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, value));
-                size[i] = __fadd_rn(size[i], weight);
+                sum[r] = __fadd_rn(sum[r], __fmul_rn(weight, value));
+                size[r] = __fadd_rn(size[r], weight);
             }
         }
         #pragma unroll
-        for (int i = 0; i < PIECE_ROWS; ++i) {
-            if (i >= live) break;
-            const long long out = (first + i) * NOUT + n;
-            y[out] = narrow(KNNPOOL_NORMALIZE ? __fdiv_rn(sum[i], __fadd_rn(size[i], 1e-8f)) : sum[i]);
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= live) break;
+            const long long out = (first + r) * NOUT + n;
+            y[out] = narrow(KNNPOOL_NORMALIZE ? __fdiv_rn(sum[r], __fadd_rn(size[r], 1e-8f)) : sum[r]);
         }
     }
 }

@@ -47,8 +47,8 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class TileFacts:
-    """How the values a thread works on lie together: pieces of one node and several rows, made of words."""
+class NodeFacts:
+    """How the values of one node lie together, a row each: words of arithmetic, read in pieces."""
 
     stored: str
     """Type of one stored value."""
@@ -56,11 +56,15 @@ class TileFacts:
     """Type of the unit of arithmetic."""
     values_per_word: int
     words: int
-    """Words of a piece."""
-    piece_rows: int
+    """Words that hold all rows."""
     pieces: int
-    """Pieces of one node in a group of rows."""
-    piece_bytes: int
+    """Reads of shared memory that bring them."""
+    bytes: int
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one read."""
+        return self.bytes // self.pieces
 
     @property
     def swizzle_shift(self) -> int:
@@ -73,25 +77,23 @@ class TileFacts:
         return "1 row" if self.values_per_word == 1 else f"{self.values_per_word} rows"
 
     @classmethod
-    def shared(cls, stored: str, stored_bytes: int, rows: int) -> TileFacts:
-        """Pieces of one read of shared memory; 16-bit values are handled two by two."""
+    def shared(cls, stored: str, stored_bytes: int, rows: int) -> NodeFacts:
+        """In shared memory; 16-bit values are handled two by two."""
         packed = stored_bytes == 2 and rows % 2 == 0
-        piece_bytes = min(rows * stored_bytes, WIDEST_READ)
-        word_bytes = 4 if packed else stored_bytes
+        total = rows * stored_bytes
         return cls(
             stored=stored,
             word="unsigned" if packed else stored,
             values_per_word=2 if packed else 1,
-            words=piece_bytes // word_bytes,
-            piece_rows=piece_bytes // stored_bytes,
-            pieces=rows * stored_bytes // piece_bytes,
-            piece_bytes=piece_bytes,
+            words=rows // 2 if packed else rows,
+            pieces=max(1, total // WIDEST_READ),
+            bytes=total,
         )
 
     @classmethod
-    def direct(cls, stored: str, stored_bytes: int, rows: int) -> TileFacts:
-        """One piece of all rows, in registers."""
-        return cls(stored, stored, 1, rows, rows, 1, rows * stored_bytes)
+    def direct(cls, stored: str, stored_bytes: int, rows: int) -> NodeFacts:
+        """In registers, read value by value."""
+        return cls(stored, stored, 1, rows, rows, rows * stored_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class KernelFacts:
     """One kernel, as its template sees it."""
 
     variant: Variant
-    tile: TileFacts
+    node: NodeFacts
 
     @classmethod
     def of(cls, variant: Variant) -> KernelFacts:
@@ -109,7 +111,7 @@ class KernelFacts:
             stored, stored_bytes = ACCUMULATE_TYPE[dtype.accumulate], ACCUMULATE_BYTES[dtype.accumulate]
         else:
             stored, stored_bytes = dtype.cuda_value, dtype.bytes
-        layout = TileFacts.shared if variant.staging is Staging.SHARED else TileFacts.direct
+        layout = NodeFacts.shared if variant.staging is Staging.SHARED else NodeFacts.direct
         return cls(variant, layout(stored, stored_bytes, variant.rows))
 
     @property
@@ -175,7 +177,7 @@ class KernelFacts:
     @property
     def packed(self) -> bool:
         """Whether a word holds two rows."""
-        return self.tile.values_per_word > 1
+        return self.node.values_per_word > 1
 
     @property
     def aux(self) -> bool:
@@ -224,6 +226,23 @@ class KernelFacts:
         return f"{'' if written else 'const '}{pointed}* __restrict__ {name}"
 
     @property
+    def unroll(self) -> int:
+        """Slots whose nodes are read ahead: a small column at once, if the registers hold its nodes."""
+        return 12 if self.node.pieces == 1 else 4
+
+    @property
+    def resident_threads(self) -> int:
+        """Threads of a multiprocessor that the registers must allow: fewer where every node takes many."""
+        if not self.shared or self.node.pieces == 1:
+            return 1024
+        return 768 if self.node.pieces == 2 else 512
+
+    @property
+    def default_blocks(self) -> int:
+        """The same in blocks of 256 threads."""
+        return self.resident_threads // 256
+
+    @property
     def kernel(self) -> Kernel:
         """The dispatch entry, without its digest."""
         return Kernel(
@@ -233,11 +252,11 @@ class KernelFacts:
             arguments=self.arguments,
             switches=tuple(switch.name for switch in self.switches),
             max_k=PACKED_SLOTS if self.forward_aux and self.packed else None,
-            node_bytes=self.tile.pieces * self.tile.piece_bytes if self.shared else 0,
+            node_bytes=self.node.bytes if self.shared else 0,
             node_slots=self.rows if self.shared and self.backward and self.aux else 0,
             granule=self.vector,
+            resident_threads=self.resident_threads,
             extra_nodes=0 if self.backward else 1,
-            piece_rows=self.tile.piece_rows,
         )
 
     @staticmethod

@@ -19,7 +19,12 @@ EXTRAS = "pip install 'knnpool-gen[cuda12]' or 'knnpool-gen[cuda13]', whichever 
 @cache
 def nvrtc() -> ModuleType:
     """CuPy's binding of the runtime compiler; needs no GPU."""
-    return _cupy_module("nvrtc")
+    module = _cupy_module("nvrtc")
+    try:
+        module.getVersion()  # loads the library
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependencyError(f"NVRTC, the compiler of CUDA kernels, was not found: {EXTRAS}") from error
+    return module
 
 
 @cache
@@ -45,9 +50,12 @@ def _cupy_module(name: str) -> ModuleType:
 @cache
 def include_folder() -> str:
     """Folder of ``cuda_fp16.h`` and its like: NVIDIA's pip wheels, conda, or an installed toolkit."""
-    if importlib.util.find_spec("cuda.pathfinder") is None:
-        raise MissingDependencyError(f"the CUDA headers are found with cuda-pathfinder, which is missing: {EXTRAS}")
-    pathfinder = importlib.import_module("cuda.pathfinder")
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+    except ModuleNotFoundError:
+        raise MissingDependencyError(
+            f"the CUDA headers are found with cuda-pathfinder, which is missing: {EXTRAS}"
+        ) from None
     folder = pathfinder.find_nvidia_header_directory("cudart")
     if folder is None:
         raise MissingDependencyError(f"the CUDA headers (cuda_fp16.h) were not found: {EXTRAS}")

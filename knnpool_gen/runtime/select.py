@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnsupportedTypeError
 from knnpool_gen.generated.dispatch import KERNELS
@@ -16,8 +17,6 @@ from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 THREADS = 256
 """Threads of a block, unless the table is tiny or a tile so large that few blocks fit a multiprocessor."""
-RESIDENT_THREADS = 1024
-"""Threads a multiprocessor should hold: enough warps to hide memory latency, at up to 64 registers each."""
 RESERVED_SHARED = 1024
 """Shared memory the driver keeps of every block, in bytes (compute capability 8.0 and newer)."""
 MAX_BLOCKS = 16
@@ -95,9 +94,9 @@ def supported_dtypes(mode: Mode) -> list[str]:
     return list(dict.fromkeys(key.dtype for key in KERNELS if key.mode is mode))
 
 
-def check_tile_height(rs: int, heights: Collection[int]) -> None:
+def check_tile_height(rs: object, heights: Collection[int]) -> None:
     """Raise InvalidArgumentError unless ``rs`` is one of the tile heights that exist."""
-    if isinstance(rs, bool) or rs not in heights:
+    if isinstance(rs, bool) or not isinstance(rs, Integral) or rs not in heights:
         raise InvalidArgumentError(
             f"rs = {rs!r}: no variant has tiles of that many rows; there are {', '.join(map(str, sorted(heights)))}"
         )
@@ -112,7 +111,7 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
     Raises:
         UnsupportedTypeError: no kernel computes this mode on this dtype.
         InvalidArgumentError: no variant of this mode and dtype has ``rs`` rows.
-        OutOfReachError: no variant of ``rs`` rows serves a table of this size.
+        OutOfReachError: no variant, or none of ``rs`` rows, serves a table of this size.
     """
     staged = _variants(problem, Staging.SHARED)
     direct = _variants(problem, Staging.DIRECT)
@@ -131,13 +130,12 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
             return configure(problem, device, rs, staged[rs], stack=1)
         if rs in direct:
             return configure(problem, device, rs, direct[rs])
-        raise OutOfReachError(
-            f"rs = {rs}: no variant of that many rows serves K = {problem.k} and {problem.staged_nodes} nodes of "
-            f"{problem.dtype} with {device.shared_per_block} bytes of shared memory a block"
-        )
-    if staged and not _reads_little(problem):
+        raise OutOfReachError(f"rs = {rs}: no variant of that many rows serves {_size(problem, device)}")
+    if staged and not (direct and _reads_little(problem)):
         rows = next(_preferred_heights(problem, device, staged))
         return configure(problem, device, rows, staged[rows])
+    if not direct:
+        raise OutOfReachError(f"no variant serves {_size(problem, device)}")
     rows = max(direct) if problem.rows >= max(direct) else min(direct)
     return configure(problem, device, rows, direct[rows])
 
@@ -164,22 +162,21 @@ def configure(
         chosen = _stack(problem, device, rows, kernel) if stack is None else stack
         shared_bytes = kernel.shared_bytes(problem.staged_nodes, chosen, problem.slot_bytes)
         by_shared = _blocks_by_shared(shared_bytes, device)
-        groups = rows // kernel.piece_rows * chosen
-        work = groups * max(problem.written_nodes, -(-problem.staged_nodes // kernel.granule))
+        work = chosen * max(problem.written_nodes, -(-problem.staged_nodes // kernel.granule))
         tiles = -(-problem.rows // (rows * chosen))
         macros["KNNPOOL_STACK"] = chosen
     else:
         shared_bytes, by_shared, work = 0, MAX_BLOCKS, problem.written_nodes
         tiles = -(-problem.rows // rows)
     threads = THREADS
-    while threads * by_shared < RESIDENT_THREADS and threads < 1024:
+    while threads * by_shared < kernel.resident_threads and threads < 1024:
         threads *= 2
     while threads > 64 and work <= threads // 2:
         threads //= 2
     if not kernel.node_bytes:
         tiles *= -(-problem.written_nodes // threads)
     macros["KNNPOOL_THREADS"] = threads
-    macros["KNNPOOL_BLOCKS"] = max(1, min(by_shared, RESIDENT_THREADS // threads))
+    macros["KNNPOOL_BLOCKS"] = max(1, min(by_shared, kernel.resident_threads // threads))
     resident = max(1, min(by_shared, device.threads_per_multiprocessor // threads))
     return Configuration(
         kernel=kernel,
@@ -201,6 +198,13 @@ def _fits(problem: Problem, device: DeviceFacts, kernel: Kernel) -> bool:
     return shared_bytes <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
 
 
+def _size(problem: Problem, device: DeviceFacts) -> str:
+    return (
+        f"K = {problem.k} and {problem.staged_nodes} nodes of {problem.dtype} "
+        f"with {device.shared_per_block} bytes of shared memory a block"
+    )
+
+
 def _reads_little(problem: Problem) -> bool:
     """Whether scattered reads of the inputs that are used take less from memory than all inputs in order."""
     return problem.k * problem.nout * SECTOR < problem.staged_nodes * 2
@@ -220,7 +224,7 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     """Groups of rows in a tile: as many as give a block's threads work, if the tile stays small and tiles many."""
     stack = 1
     while (
-        stack * rows // kernel.piece_rows * problem.written_nodes < THREADS
+        stack * problem.written_nodes < THREADS
         and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes) <= STACKED_SHARED
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):

@@ -292,7 +292,7 @@ def test_the_name_of_a_dtype_can_be_part_of_a_file_name(faults: Faults, name: st
     ("old", "new", "message"),
     [
         ("true", "1", "1: aux of mode 'max' must be true or false, not '1'"),
-        ("[first_slot]", "[first]", "1: unknown plan table 'first'; allowed: first_slot, count"),
+        ("[first_slot]", "[first]", "1: unknown plan table 'first'; allowed: first_slot, count, weights, rev_weights"),
         ("[first_slot]", "first_slot", "1: forward_reads of mode 'max' must be a list, not 'first_slot'"),
         ("[first_slot]", "[count, count]", "1: 'count' stands twice in forward_reads of mode 'max'"),
         ("tile: value", "tile: values", "1: unknown backward_tile 'values'; allowed: value, accumulate"),
@@ -431,7 +431,7 @@ def test_all_faults_of_all_files_are_reported_together_in_order(faults: Faults) 
         variants=VARIANTS.replace("[1, 2]", "[1, 3]").replace("shared", "shelf") + "exclude:\n  - {rows: 1}\n",
     ) == [
         "specs/dtypes.yaml:1: bytes of dtype 'float16' must be an integer, not 'two'",
-        "specs/modes.yaml:1: unknown plan table 'last_slot'; allowed: first_slot, count",
+        "specs/modes.yaml:1: unknown plan table 'last_slot'; allowed: first_slot, count, weights, rev_weights",
         "specs/modes.yaml:2: aux of mode 'avg' must be true or false, not 'maybe'",
         "specs/variants.yaml:5: unknown staging 'shelf'; allowed: shared, direct",
         "specs/variants.yaml:6: rows must be a power of two from 1 to 32, not 3",

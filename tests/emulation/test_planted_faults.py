@@ -37,12 +37,12 @@ def faults_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str,
 
 
 FULL_TILES_ONLY = (
-    "const int live = rows - first < ROWS ? static_cast<int>(rows - first) : ROWS;",
-    "const int live = ROWS;",
+    "const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;",
+    "const int live = TILE_ROWS;",
 )
 NO_FIRST_BARRIER = ("__syncthreads();  // the tile is complete", "")
 NO_LAST_BARRIER = ("__syncthreads();  // nobody reads the tile any more", "")
-LATER_TIES_WIN = ("? greater(piece.word[w], best[w])", "? ~greater(best[w], piece.word[w])")
+LATER_TIES_WIN = ("? greater(node.word[w], best[w])", "? ~greater(best[w], node.word[w])")
 
 
 def test_reads_past_the_last_row_are_found(faults_of) -> None:
@@ -53,8 +53,8 @@ def test_reads_past_the_last_row_are_found(faults_of) -> None:
 
 def test_writes_past_the_tile_are_found(faults_of) -> None:
     (fault,) = faults_of(
-        "tile[p * room + position(i)] = pack(value);",
-        "tile[p * room + position(i) + 8] = pack(value);",
+        "tile[p * room + position(node)] = piece;",
+        "tile[p * room + position(node) + 8] = piece;",
         Sanitizer.ADDRESS,
     )
     assert "heap-buffer-overflow" in fault

@@ -94,7 +94,7 @@ def test_blocks_that_write_the_same_place_at_once() -> None:
     [
         ("barrier_in_a_branch", r"32 threads \(first: 32\) returned; 32 threads .* at __syncthreads in line {line}"),
         ("different_barriers", r"meet at different __syncthreads, lines {before} and {line} \(block 0, thread 32\)"),
-        ("half_a_warp_shuffles", r"32 threads \(first: 16\) wait at __syncthreads in .*; 32 threads .* a warp intrinsic"),
+        ("half_a_warp_shuffles", r"32 threads \(first: 16\) wait at __syncthreads in .*; 32 threads .* warp intrinsic"),
         ("shuffles_from_outside_the_mask", r"a shuffle reads a lane outside the mask \(block 0, thread \d+\)"),
         ("too_many_threads", r"a block of 64 threads exceeds __launch_bounds__\(32\)"),
         ("assumes_wrongly", r"__builtin_assume\(n < 0\) does not hold \(block 0, thread 0\)"),

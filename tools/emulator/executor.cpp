@@ -151,7 +151,8 @@ struct Block {
                                        // ends must not be ordered before one that begins later.
 
     // Shared memory is filled with 0xff (NaN as a float, -1 as an index): a use of what nobody wrote shows up.
-    Block(const Launch& launch, unsigned index, int first_fiber) : threads(launch.block), warps((launch.block + WARP - 1) / WARP) {
+    Block(const Launch& launch, unsigned index, int first_fiber)
+        : threads(launch.block), warps((launch.block + WARP - 1) / WARP) {
         for (unsigned i = 0; i < launch.block; ++i) {
             Thread& t = threads[i];
             t.thread = make_uint3(i, 0, 0);
@@ -199,7 +200,8 @@ constexpr size_t STACK = 256 * 1024, GUARD = 4096;
 static unsigned char* stack_of(int fiber) {
     static std::vector<unsigned char*> all;
     while (static_cast<int>(all.size()) <= fiber) {
-        void* p = mmap(nullptr, GUARD + STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+        constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK;
+        void* p = mmap(nullptr, GUARD + STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (p == MAP_FAILED || mprotect(p, GUARD, PROT_NONE)) std::abort();
         all.push_back(static_cast<unsigned char*>(p) + GUARD);
     }
@@ -278,7 +280,8 @@ static void pass(Barrier& barrier, int count, bool orders_memory, const char* pl
 int block_count(int predicate, int line) {
     Block& b = *running->parent;
     if (b.barrier.arrived && b.line != line) {
-        fail(("threads of one block meet at different __syncthreads, lines " + std::to_string(b.line) + " and " + std::to_string(line)).c_str());
+        const std::string lines = std::to_string(b.line) + " and " + std::to_string(line);
+        fail(("threads of one block meet at different __syncthreads, lines " + lines).c_str());
     }
     b.line = line;
     const unsigned generation = b.barrier.generation;
@@ -319,8 +322,10 @@ unsigned warp_exchange(unsigned mask, uint64_t value, uint64_t (&received)[32]) 
         places[place].push_back(t.thread.x);
     }
     std::string text = "deadlock in block " + std::to_string(b.threads[0].block.x) + ":";
-    for (const auto& [place, threads] : places)
-        text += " " + std::to_string(threads.size()) + " threads (first: " + std::to_string(threads[0]) + ") " + place + ";";
+    for (const auto& [place, threads] : places) {
+        const std::string first = " threads (first: " + std::to_string(threads[0]) + ") ";
+        text += " " + std::to_string(threads.size()) + first + place + ";";
+    }
     text.back() = '\n';
     std::fputs(text.c_str(), stderr);
     std::exit(1);
@@ -417,7 +422,8 @@ static void run_case(Reader& in, FILE* out) {
         for (int i = 0; i < kernel.argument_count; ++i) {
             const std::string which = "argument " + std::to_string(i) + " of " + name;
             const bool is_array = in.word();
-            if (is_array != kernel.arguments[i].pointer) Reader::quit(which + (is_array ? " is no pointer" : " is a pointer"));
+            if (is_array != kernel.arguments[i].pointer)
+                Reader::quit(which + (is_array ? " is no pointer" : " is a pointer"));
             if (is_array) {
                 const uint64_t index = in.word();
                 const std::string& array = arrays[index];
@@ -431,15 +437,18 @@ static void run_case(Reader& in, FILE* out) {
                 addresses[i] = &pointers[i];
             } else {
                 scalars[i] = in.text();
-                if (scalars[i].size() != kernel.arguments[i].bytes)
-                    Reader::quit(which + " has " + std::to_string(kernel.arguments[i].bytes) + " bytes, not " + std::to_string(scalars[i].size()));
+                const size_t given = scalars[i].size(), wanted = kernel.arguments[i].bytes;
+                if (given != wanted)
+                    Reader::quit(which + " has " + std::to_string(wanted) + " bytes, not " + std::to_string(given));
                 scalars[i].reserve(64);  // on the heap, aligned for every type
                 addresses[i] = scalars[i].data();
             }
         }
         const int bound = kernel.max_threads();
-        if (bound && launch.block > static_cast<unsigned>(bound))
-            Reader::quit("a block of " + std::to_string(launch.block) + " threads exceeds __launch_bounds__(" + std::to_string(bound) + ")");
+        if (bound && launch.block > static_cast<unsigned>(bound)) {
+            const std::string bounds = "__launch_bounds__(" + std::to_string(bound) + ")";
+            Reader::quit("a block of " + std::to_string(launch.block) + " threads exceeds " + bounds);
+        }
 
         body = kernel.call;
         values = addresses.data();
