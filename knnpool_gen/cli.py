@@ -28,7 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stdout = Console(highlight=False, soft_wrap=True)
+WIDE = 200
+"""Columns of output that no terminal limits."""
+
+stdout = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -74,19 +77,43 @@ def regenerate(
 
 
 @app.command("list")
-def list_variants(as_json: JsonOption = False) -> None:
-    """List every variant of the dispatch table."""
+def list_variants(
+    problem: Annotated[
+        tuple[int, int, int] | None,
+        typer.Option(metavar="NIN NOUT K", help="Show what serves a table of this size, instead of all variants."),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="With --problem: rows of the input (B * C).")] = 4096,
+    as_json: JsonOption = False,
+) -> None:
+    """List every variant of the dispatch table, or those chosen for a problem."""
+    if problem is not None:
+        _list_choices(*problem, rows, as_json)
+        return
     entries = _select_variants(None)
     if as_json:
         _print_json([_describe(key, kernel) for key, kernel in entries])
         return
-    table = Table("variant", "direction", "mode", "dtype", "staging", "rows", "bytes a node", box=None)
-    for key, kernel in entries:
-        table.add_row(
-            kernel.name, key.direction.value, key.mode.value, key.dtype, key.staging.value, str(key.rows),
-            str(kernel.node_bytes),
-        )  # fmt: skip
+    table = Table("variant", "arguments", "bytes a node", box=None)
+    for _, kernel in entries:
+        table.add_row(kernel.name, ", ".join(kernel.arguments), str(kernel.node_bytes))
     stdout.print(table)
+
+
+def _list_choices(nin: int, nout: int, k: int, rows: int, as_json: bool) -> None:
+    from knnpool_gen.runtime.choices import choices, current_device
+
+    device_name, device = current_device()
+    with _errors():
+        found = choices(nin, nout, k, rows, device)
+    if as_json:
+        _print_json([choice.as_dict() for choice in found])
+        return
+    table = Table("variant", "nan", "stack", "grid", "threads", "shared bytes", box=None)
+    for choice in found:
+        cells = (choice.variant, choice.nan, choice.stack, choice.grid, choice.threads, choice.shared_bytes)
+        table.add_row(*map(str, cells))
+    stdout.print(table)
+    stderr.print(f"Nin {nin}, Nout {nout}, K {k}, {rows} rows, on {device_name}")
 
 
 @app.command()

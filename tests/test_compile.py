@@ -1,4 +1,4 @@
-"""From source to cubin, and the cache on disk. A stand-in for NVRTC counts what it is asked; the real one comes last."""
+"""From source to cubin, and the cache on disk. A stand-in for NVRTC counts what it is asked; the real one is last."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ class PoolMeta:
         candidates = torch.cat([torch.where(real, slots, far), slots.new_full((1, self.nout), far)])
         first = candidates.amin(0)
         object.__setattr__(self, "first_slot", torch.where(real.any(0), first, none).to(dtype))
-        narrow = self.nin < NARROW_NODES
-        object.__setattr__(self, "gather_indices", self.indices.to(torch.int16) if narrow else self.indices)
+        narrow = self.indices.to(torch.int16) if reads_narrow(self.nin) else self.indices
+        object.__setattr__(self, "gather_indices", narrow)
         object.__setattr__(self, "empty_columns", (~real.any(0)).nonzero().flatten())
 
     def unpack(self, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +120,16 @@ def aux_dtype(k: int) -> torch.dtype:
 def no_slot(k: int) -> int:
     """What ``aux`` and ``first_slot`` hold where there is no slot."""
     return NARROW_K if k <= NARROW_K else -1
+
+
+def reads_narrow(nin: int) -> bool:
+    """Whether an index, that of the pad included, has 16 bits."""
+    return nin < NARROW_NODES
+
+
+def packs_narrow(k: int, nout: int) -> bool:
+    """Whether an entry of the reverse table, slot and output node, has 32 bits."""
+    return k <= PACKED_K and nout <= PACKED_NOUT
 
 
 def _moved(value: object, device: DeviceLike) -> object:
@@ -168,7 +178,7 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     real = table < nin
     count = real.sum(0).to(torch.float32)
     slots = torch.arange(k, device=device)[:, None]
-    wide = k > PACKED_K or nout > PACKED_NOUT
+    wide = not packs_narrow(k, nout)
     packed = slots << (32 if wide else 24) | torch.arange(nout, device=device)
     nodes = table[real]  # both in order of k * Nout + n, which the stable sort keeps within a node
     entries = packed[real][nodes.argsort(stable=True)]

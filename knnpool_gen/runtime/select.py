@@ -21,8 +21,10 @@ RESERVED_SHARED = 1024
 """Shared memory the driver keeps of every block, in bytes (compute capability 8.0 and newer)."""
 MAX_BLOCKS = 16
 """Blocks a multiprocessor can hold on every supported architecture."""
-STACKED_SHARED = 16 * 1024
+STACKED_SHARED = 32 * 1024
 """A tile is stacked only up to this many bytes."""
+STACKED_ITEMS = 48
+"""A tile is stacked until it holds work for so many threads: enough for one or two warps, and small blocks are good."""
 SECTOR = 32
 """Bytes that a scattered read takes from memory, however few it asks for."""
 
@@ -39,6 +41,15 @@ class DeviceFacts:
     shared_per_block: int
     shared_per_multiprocessor: int
     threads_per_multiprocessor: int
+
+
+H200 = DeviceFacts(
+    multiprocessors=132,
+    shared_per_block=227 * 1024,
+    shared_per_multiprocessor=228 * 1024,
+    threads_per_multiprocessor=2048,
+)
+"""What choices are shown for where there is no device."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,14 @@ def _reads_little(problem: Problem) -> bool:
     return problem.k * problem.nout * SECTOR < problem.staged_nodes * 2
 
 
+def _leaves_idle(problem: Problem, device: DeviceFacts) -> bool:
+    """Whether tiles would use little of the device: too few rows for its multiprocessors, each with much to write,
+    or long columns for a few threads of blocks that take much shared memory."""
+    few_rows = problem.rows < 2 * device.multiprocessors and problem.written_nodes > 4 * THREADS
+    few_threads = problem.k * problem.written_nodes >= 1 << 14 and problem.written_nodes < THREADS
+    return few_rows or (few_threads and problem.staged_nodes > 1 << 14)
+
+
 def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[int, Kernel]) -> Iterator[int]:
     """Tile heights, best first: tall tiles as long as two share a multiprocessor and all have work."""
     for rows in sorted(kernels, reverse=True):
@@ -224,7 +243,7 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     """Groups of rows in a tile: as many as give a block's threads work, if the tile stays small and tiles many."""
     stack = 1
     while (
-        stack * problem.written_nodes < THREADS
+        stack * problem.written_nodes < STACKED_ITEMS
         and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes) <= STACKED_SHARED
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):

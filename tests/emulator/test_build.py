@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import importlib.util
 import os
 import shutil
 import stat
@@ -23,7 +24,7 @@ KERNELS = HERE / "kernels"
 
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the plain executor, which takes longest to compile."""
+    """A cache that holds the plain executor and header, which take longest to compile."""
     folder = tmp_path_factory.mktemp("cache")
     build(KERNELS / "preprocessor.cu", Sanitizer.NONE, cache_dir=folder)
     return folder
@@ -31,7 +32,7 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(warm_cache: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(warm_cache, tmp_path / "cache"))
+    return Path(shutil.copytree(warm_cache, tmp_path / "cache", copy_function=os.link))
 
 
 @pytest.fixture
@@ -93,21 +94,29 @@ def test_a_comment_is_no_reason_to_build(cache: Path, compilations: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("which", "damage"),
-    [("preprocessor-*", "cut"), ("preprocessor-*", "changed"), ("preprocessor-*", "empty"), ("executor-*", "cut")],
+    [
+        ("preprocessor-*", "cut"),
+        ("preprocessor-*", "changed"),
+        ("preprocessor-*", "empty"),
+        ("executor-*", "cut"),
+        ("header-*/*", "changed"),
+    ],
 )
 def test_a_damaged_file_is_made_again(cache: Path, compilations: Path, which: str, damage: str) -> None:
     (path,) = (path for path in cache.glob(which) if path.suffix != ".lock")
     whole = path.read_bytes()
     changed = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+    path.unlink()  # a link to the file of the warm cache
     path.write_bytes({"cut": whole[: len(whole) // 2], "changed": changed, "empty": b""}[damage])
 
-    # The executor is only looked at when a program needs it.
-    defines = {"NODES": "1"} if which == "executor-*" else {}
+    # Executor and header are only looked at when a program needs them.
+    defines = {} if which == "preprocessor-*" else {"NODES": "1"}
     program = build(KERNELS / "preprocessor.cu", Sanitizer.NONE, defines=defines, cache_dir=cache)
 
     assert chosen(program) == [0 if defines else 1, 2]
     assert counted(compilations) == (2 if defines else 1)
-    assert len(path.read_bytes()) == len(whole)
+    repaired = path.read_bytes()
+    assert repaired[-32:] == hashlib.sha256(repaired[:-32]).digest()
 
 
 def test_processes_that_need_the_same_build_share_it(tmp_path: Path, compilations: Path) -> None:
@@ -117,8 +126,8 @@ def test_processes_that_need_the_same_build_share_it(tmp_path: Path, compilation
 
     assert [child.returncode for child in children] == [0, 0, 0]
     assert len(paths) == 1
-    assert counted(compilations) == 2, "the executor and the program, once"
-    leftovers = [path.name for path in (tmp_path / "new").iterdir() if path.name.startswith(".")]
+    assert counted(compilations) == 3, "executor, header and program, once each"
+    leftovers = [path.name for path in (tmp_path / "new").rglob(".*")]
     assert leftovers == []
 
 

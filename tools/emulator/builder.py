@@ -65,12 +65,20 @@ def build(
     def make_executor(result: Path) -> None:
         compile_with(toolchain, _EXECUTOR.name, [*executor_flags, "-c", str(_EXECUTOR)], "", result)
 
-    flags = (*_COMMON, *_KERNEL_FLAGS[sanitizer], *(f"-D{name}={value}" for name, value in defines.items()))
+    # Precompiled, the header takes less than half the time; g++ looks for the .gch in the first -I folder.
+    header_flags = (*_COMMON, *_KERNEL_FLAGS[sanitizer])
+    header_key = content_key(toolchain.identity, header, *header_flags)
+
+    def make_header(result: Path) -> None:
+        compile_with(toolchain, _HEADER.name, [*header_flags, "-x", "c++-header", str(_HEADER)], "", result)
+
+    flags = (*header_flags, *(f"-D{name}={value}" for name, value in defines.items()))
     key = content_key(executor_key, unit.text, *flags)
 
     def make_program(result: Path) -> None:
         executor = cached(folder, f"executor-{sanitizer.value}-{executor_key}.o", make_executor)
-        arguments = [*flags, f"-I{_HERE}", "-x", "c++", "-", "-x", "none", str(executor)]
+        precompiled = cached(folder / f"header-{sanitizer.value}-{header_key}", f"{_HEADER.name}.gch", make_header)
+        arguments = [*flags, f"-I{precompiled.parent}", f"-I{_HERE}", "-x", "c++", "-", "-x", "none", str(executor)]
         compile_with(toolchain, f"{source.name} ({sanitizer.value})", arguments, unit.text, result)
 
     path = cached(folder, f"{source.stem}-{sanitizer.value}-{key}", make_program)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import platformdirs
@@ -35,8 +36,8 @@ def content_key(*parts: str) -> str:
 def cached(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
     """The file ``name`` in the folder; ``make`` writes it unless it is there and whole.
 
-    The file ends in the digest of what comes before. In a program or an object file, neither the loader nor
-    the linker minds.
+    The file ends in the digest of what comes before. Neither the loader of a program, nor the linker of an
+    object file, nor the reader of a precompiled header minds.
     """
     path = folder / name
     if _is_whole(path):
@@ -56,9 +57,16 @@ def cached(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 def _is_whole(path: Path) -> bool:
     try:
-        content = path.read_bytes()
+        status = path.stat()
     except FileNotFoundError:
         return False
+    return _ends_in_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _ends_in_digest(path: Path, size: int, changed: int) -> bool:
+    """Size and time are there so that each state of a file is read once: some have 35 MB."""
+    content = path.read_bytes()
     return hashlib.sha256(content[:-_DIGEST_SIZE]).digest() == content[-_DIGEST_SIZE:]
 
 
