@@ -10,7 +10,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float16_shared_r1",
         file="cuda/knnpool_forward_max_float16_shared_r1.cu",
-        sha256="149fad5f4590c91ba0b645454da9b1671818077e49ae57c419ab9a5e222b988f",
+        sha256="01e2518b7ef071dfbe3b6a15038f8055353e9d13502f905a8898ac466e851d97",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -23,7 +23,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float16_shared_r2",
         file="cuda/knnpool_forward_max_float16_shared_r2.cu",
-        sha256="55970657ce1bc8af0464e47f1f158ab7e5d472e063bca44c2cad14f56fece47d",
+        sha256="20997aabc256b941b26666f4e33728f07dfda85e69e64e0b5497e444c028d0fe",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -36,7 +36,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_float16_shared_r4",
         file="cuda/knnpool_forward_max_float16_shared_r4.cu",
-        sha256="64bb833de141620ca51e4adb1f152a99fd594d566b094d05cd53a1245aec3cd5",
+        sha256="378a392cf7e3de03acbcc948fba1a2c05e88eaff278f4a9e9a1257d71b9e05df",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -49,7 +49,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_float16_shared_r8",
         file="cuda/knnpool_forward_max_float16_shared_r8.cu",
-        sha256="c1150b6cf58ec14881a98a7b94dc9cec17595a0b3117d369833f4410e40d357f",
+        sha256="dc73f79884cc2e568ddfe51fa9d7d5345aaffeeab408f6624c8cb7d3d13c5870",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -62,7 +62,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float16_direct_r1",
         file="cuda/knnpool_forward_max_float16_direct_r1.cu",
-        sha256="8e7a421c38ccda486a8d679ec3763efc2e34de4f65c5183f711d9810c51b2ee9",
+        sha256="c990ecce997ee2b32a9b44f47ba8bc4425961b6b250fb89be097950e67a69302",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -75,7 +75,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_float16_direct_r4",
         file="cuda/knnpool_forward_max_float16_direct_r4.cu",
-        sha256="019169bb245ae7aaab653fca8d743e85a7152685a8c68aa3fb813e97ab781d87",
+        sha256="5a5007ef6bbb3665b8d17bbd920370f024eab24e92022ad0cd96da6ca664b849",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -88,7 +88,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r1",
         file="cuda/knnpool_forward_max_bfloat16_shared_r1.cu",
-        sha256="56c3271a833d5d1fe284a0c6d1ac5164bfa176f49327b4e1adad1c4445ddd3f3",
+        sha256="f1943a9bd4e68409e2f8e5fb8595349a914ff01d85b2b8e280eda9364c7242c6",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -101,7 +101,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r2",
         file="cuda/knnpool_forward_max_bfloat16_shared_r2.cu",
-        sha256="ccae8920985652eeaa3a27ceadd8eb70f1203ade4f6104b2acc0db32f7e6ed03",
+        sha256="d08e66cd22551e86e727afb23d4a997261a6725c893a60e689ae4d42e9c3ae90",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -114,7 +114,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r4",
         file="cuda/knnpool_forward_max_bfloat16_shared_r4.cu",
-        sha256="10e7c33e9072e845a940a4b97ed8de56a226ed134b5c67f9cbed81133c9aa917",
+        sha256="874955a68a4cf853cc928e1af659275222e0a337ac7218125b9f39f8b54cd87d",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -127,7 +127,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r8",
         file="cuda/knnpool_forward_max_bfloat16_shared_r8.cu",
-        sha256="2a010e58feec4bb1d9f863809a89b7a41e1188e21c46ceba39eb666ab16f32cc",
+        sha256="1fd180f07c2dd73186da83293ae661cb20eee660d9b894107f46d03d55c4a442",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=32767,
@@ -140,7 +140,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_bfloat16_direct_r1",
         file="cuda/knnpool_forward_max_bfloat16_direct_r1.cu",
-        sha256="13a9c91f73efb38739b8f1eebf590622260274b2f1960eb9aed7c0e7990249aa",
+        sha256="5b251538f3fab0ecac08904e41d8bc4c03afeca53610feb28dc1b793dfbe30b9",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -153,7 +153,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_bfloat16_direct_r4",
         file="cuda/knnpool_forward_max_bfloat16_direct_r4.cu",
-        sha256="263d0a60473ccfed6ac6aee9ba6be520505070b54dafdc1366dc46b7da4293f2",
+        sha256="9d05a688f09a06131961e3d55535c561b2124d7aa399af7c18b0d38c8667fdcf",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -166,7 +166,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float32_shared_r1",
         file="cuda/knnpool_forward_max_float32_shared_r1.cu",
-        sha256="3454affb80a90b522a3ffca6edf6510594f986f177d46e4bc5da2c557dc7a48e",
+        sha256="9574138773908ec33ea480f9d44ad12d57ae8e371d11bbbaac2da04d7543bb6e",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -179,7 +179,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float32_shared_r2",
         file="cuda/knnpool_forward_max_float32_shared_r2.cu",
-        sha256="d9e1778c5331462067f3862d18e93aa173a35b98ec2bf64b69d15765c84bd5de",
+        sha256="29d8fa4d88e2f0f28a03f1053ff3a28e7f28dda1b19ea62c58aeeae368ae00b1",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -192,7 +192,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_float32_shared_r4",
         file="cuda/knnpool_forward_max_float32_shared_r4.cu",
-        sha256="89643ec891aac7fab3b3c0feb3fac3750e3c13f38c9d91d32ad80106fc076d8b",
+        sha256="b62e24b74df547f6c63eb39a39b3d81e3ee437e494b5c9334f292580f7e4453a",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -205,7 +205,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_float32_shared_r8",
         file="cuda/knnpool_forward_max_float32_shared_r8.cu",
-        sha256="b7b321f21c871fea86f2fcc0b6876f000f66b591208cd1f62d644941572f184d",
+        sha256="f7aa93c893a14bbf3cd0a69ad415f8561dca552e6ff06b0483d92cc3419b5aab",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -218,7 +218,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float32_direct_r1",
         file="cuda/knnpool_forward_max_float32_direct_r1.cu",
-        sha256="3a0d1d3e941c96e4a0ccb5c4645a51a3484ee29722ee5f3bc166dee473a16a5f",
+        sha256="0f69839931aad854ec41463a84afbca4383bbdc114de6febd54e42a21d83f0ef",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -231,7 +231,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_float32_direct_r4",
         file="cuda/knnpool_forward_max_float32_direct_r4.cu",
-        sha256="98e9a90547a92f528aafe402181c8537faa059bc7c26e0b0a85ec40768bcae35",
+        sha256="c6d7257a4a36546b3c4b5b2acb724b0a69e03f043b2d580bf4fbb502cc612b36",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -244,7 +244,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float64_shared_r1",
         file="cuda/knnpool_forward_max_float64_shared_r1.cu",
-        sha256="bce3f4ac0506be9b6174d47b28e4aae8ee37a4efa7c1b2d36f94668e57727ee2",
+        sha256="cd984e74226f058ae69ca7e2090fcb84c8e6cd8175b996b9ac8d16325b0a8f4c",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -257,7 +257,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float64_shared_r2",
         file="cuda/knnpool_forward_max_float64_shared_r2.cu",
-        sha256="8a656db5a8647a8f7f50f1f5e8e7d4bf18f8ed32c40275754b2282cf35f69afd",
+        sha256="3817ff8c0c471a44e354bcd280f1d3a6e6d88e0d3b41f428e8734427d931478f",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -270,7 +270,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float64_direct_r1",
         file="cuda/knnpool_forward_max_float64_direct_r1.cu",
-        sha256="fd70d179fcbccdfdb7e0b0c856247e43b78d376e9eb89af2edaf7aaa87e8c494",
+        sha256="c4678ef8e800626ddd65006cc0230d9e5568cff4d4cf877d36d8a4bfcdba3ac3",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -283,7 +283,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_max_float64_direct_r2",
         file="cuda/knnpool_forward_max_float64_direct_r2.cu",
-        sha256="a649cf1fcd0923335e5417ca01b62ee21a449a4f8d7efe745d8f0b14c379f244",
+        sha256="fa1e99621cb839f89955f950c831c6346c736e0903e1fc78b3edd2a8e0b6d58a",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -296,7 +296,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float16_shared_r1",
         file="cuda/knnpool_forward_avg_float16_shared_r1.cu",
-        sha256="8531515d6494d1743919398166084e59948eeb11aacde321bb86104f11b56164",
+        sha256="06ed3b374c7f58e99bfee40789c0120ce3c0ee45076a45831e3cc31ada4cc148",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -309,7 +309,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float16_shared_r2",
         file="cuda/knnpool_forward_avg_float16_shared_r2.cu",
-        sha256="ed03126d84c87d74ae58110b7f28b287ace4c394bdd402e7ccc89882f300e5b2",
+        sha256="5690266475203a66f0d6e8cb0a7d77a70d7f5ed5a0f70cc402d808f782774015",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -322,7 +322,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_float16_shared_r4",
         file="cuda/knnpool_forward_avg_float16_shared_r4.cu",
-        sha256="1f38ff93c831072eb2ae2005e326c2f0088c5c4d566da0d57c5aded67eaa5f08",
+        sha256="3cf62d183544b5e48151b3ccbeb10b219575730d43fecb5dac6e1933500dffa6",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -335,7 +335,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_float16_shared_r8",
         file="cuda/knnpool_forward_avg_float16_shared_r8.cu",
-        sha256="fe0f4fae80822be3865ed0f5bf6226a613e7dc84a57a1dbf1be4a859c70c438f",
+        sha256="056b5f27bc01c69cd075c0177e17464d65391a99a87f55d845c0643fd6e33bc0",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -348,7 +348,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float16_direct_r1",
         file="cuda/knnpool_forward_avg_float16_direct_r1.cu",
-        sha256="6dc11b0911f1f08e22db0aef9d11926712dfb662b2cf358ff851cd76f9cfc7d3",
+        sha256="eca1ccf10379d9a67b1d122d3c4763d9da3e2ba9224d6869fd17c329e604950a",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -361,7 +361,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_float16_direct_r4",
         file="cuda/knnpool_forward_avg_float16_direct_r4.cu",
-        sha256="4fe7c2e9d1230cea8c7d4aa509e20d2e16d9eebe7cf52c0e4b9f0229b0fee082",
+        sha256="7bcff24724bf3f99570c6679d0db87abc4452b880317d71aeba5f7d1e01806f3",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -374,7 +374,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r1.cu",
-        sha256="f16b048a4a720c740ff4ac2280d0f21ab7b28639bfb7c54a372addb3db1b2a32",
+        sha256="5ceafd2d1457d597cc22e366414608b32ee3c617664464ee27d41db72b550090",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -387,7 +387,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r2.cu",
-        sha256="1befbc1c606b36bc9d885dac48a1b881fa5930d589c6e60de6168228599142ca",
+        sha256="2083c7de73bc35f7aa067bd659224e83dfe911f24d3c30e3ddcf81bbcc0717cf",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -400,7 +400,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r4.cu",
-        sha256="e224ac2764d38e9112075c926448ff35930966a09e2bdc6a6a6440fedc2e61d2",
+        sha256="18e33e313151aecc438f8f174a7f9f7c4a021bb9b0bcd7ad5cb2ffe3dabc1b56",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -413,7 +413,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r8",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r8.cu",
-        sha256="dba8049b785af6d679ef8d6ecbe8309e351ccb537d7c969d457490629b36798c",
+        sha256="74980c4230741a3ae7e9dfc429d73ebd78f221fd0621b0adc9efc50531a834ee",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -426,7 +426,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_direct_r1",
         file="cuda/knnpool_forward_avg_bfloat16_direct_r1.cu",
-        sha256="0052c0319a3da48a8f3d2a0b1024d09a1304451063b107571f9f0daa24b9898c",
+        sha256="4fddb3a60dc6314e0001ee72d30bdf77bb1fbf99a3f896f132776a40fe6f20ab",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -439,7 +439,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_bfloat16_direct_r4",
         file="cuda/knnpool_forward_avg_bfloat16_direct_r4.cu",
-        sha256="34a9f9357062f97b7b505f1742e19acee2b5661fdff51f8ac46cedb1798f33dc",
+        sha256="2ba93077d13e54c34a25375256068971cb5a97ef9519b75c779583a273326c33",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -452,7 +452,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float32_shared_r1",
         file="cuda/knnpool_forward_avg_float32_shared_r1.cu",
-        sha256="974e8648c73511751ffb4887af4745e34ef30ef53bab59a98d0f17baf825e966",
+        sha256="937fda34d887fb1165f7131ddbc38639da6f6cd95dca451aa52b7ff01cb9d822",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -465,7 +465,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float32_shared_r2",
         file="cuda/knnpool_forward_avg_float32_shared_r2.cu",
-        sha256="5238867bf0c52b64a160b72b61cf72f7b929fe4ba30f0202d43678f229df272e",
+        sha256="c1888626ad42986d4c1c2307240a873f156f5af1dbeb51d1a52361c04562fae3",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -478,7 +478,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_float32_shared_r4",
         file="cuda/knnpool_forward_avg_float32_shared_r4.cu",
-        sha256="0a80e818361c9d24a802fb596877ba527e1dbe7077c80de49f42cd1caa471dc9",
+        sha256="12c01290b6a685c6ebd91fa2f4217b271c6db5d9f1e6f1d9ec4e8b3e5fc37ab1",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -491,7 +491,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_float32_shared_r8",
         file="cuda/knnpool_forward_avg_float32_shared_r8.cu",
-        sha256="c4050d9bf43e0c3671b25728cbe2cebae92415336016e405988026613cebba68",
+        sha256="73d575f8c7f0bc2ae1f2607753c229868b1135834d5f3f226309ebf36ee0fa85",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -504,7 +504,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float32_direct_r1",
         file="cuda/knnpool_forward_avg_float32_direct_r1.cu",
-        sha256="516b2d5829f59dad2583c5975383988430e7cf08a2f2926cd6c7c9986de262bc",
+        sha256="3ff3c148a51dd5d60a4acad97e4ab82c916fd3e55e33ab14532c6abd104c825d",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -517,7 +517,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_float32_direct_r4",
         file="cuda/knnpool_forward_avg_float32_direct_r4.cu",
-        sha256="b54bb97001ef0e5b01f405f31d43cbad33901366964fcfda0c6731888f018b20",
+        sha256="efab86359a33ebb439e8c73f39326c723991a0214421696b79b0c386d474c0ae",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -530,7 +530,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float64_shared_r1",
         file="cuda/knnpool_forward_avg_float64_shared_r1.cu",
-        sha256="af4a20340abe6e3504f6d8b24b4b1cbbf213e79799fe60d3b93a5f2d4f34109a",
+        sha256="ce9cbf223577212937097d6dfb48a93232cc385b501b463ee7af2b57a0262736",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -543,7 +543,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float64_shared_r2",
         file="cuda/knnpool_forward_avg_float64_shared_r2.cu",
-        sha256="e6b892264f9e85649f8513b84c3167038b459f2cb51de96dace1bafee083cd9e",
+        sha256="3b37db0c3a12c31e2c2860c5005cb9f6e3a43c868ce46c83dcb3d9baa31a32c0",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -556,7 +556,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float64_direct_r1",
         file="cuda/knnpool_forward_avg_float64_direct_r1.cu",
-        sha256="68785078eada047abfcd8ae82676ead3301fc19cabc0099d037cb1c531a9292d",
+        sha256="a887d297f1719b7b11fc608fdf33fcf07025b09ac3be72c98447507d59361119",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -569,7 +569,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_avg_float64_direct_r2",
         file="cuda/knnpool_forward_avg_float64_direct_r2.cu",
-        sha256="46b54f901fdcd501c30a75672b558db266b9b8414cf317a2f94e600669b9a7a6",
+        sha256="3c6508b83bdd112cbd292412a0cbe7dd23765f56e270441303bf08476bf4c641",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -582,7 +582,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float16_shared_r1",
         file="cuda/knnpool_forward_sum_float16_shared_r1.cu",
-        sha256="86de08030aaaa520263a98d12406dc5cada4e95296aaa5ad93163b01f4b95489",
+        sha256="0f8462b1072fe54e1af3e1a56f0662f2e8fa0ef940712d0c8045d0e40fb531e2",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -595,7 +595,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float16_shared_r2",
         file="cuda/knnpool_forward_sum_float16_shared_r2.cu",
-        sha256="18f649b5943ee8106df5fd767fc0f2e66800353ec024a468d81546f939631d84",
+        sha256="17e2df7e47f91aeac1057d4d5765cc2d4b84b6edd0944ad891f50310684c4b18",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -608,7 +608,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_float16_shared_r4",
         file="cuda/knnpool_forward_sum_float16_shared_r4.cu",
-        sha256="cf7eced2ba1257b87632bcc24e9249a90bbacf83286aedd800e14898be860699",
+        sha256="f3789faa529119e83e9b6859e62d8ae4093cac0a4fc2f516cacca434cf5e0334",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -621,7 +621,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_float16_shared_r8",
         file="cuda/knnpool_forward_sum_float16_shared_r8.cu",
-        sha256="c6ea643e1768a6a654924d16b99f3b6a517c6f27a464b3208bcc1d6dc7930216",
+        sha256="c3fe8a0d25f238ef34145d65fd1c8f9fa51505b2cd734a21a650fe818cb9fc4b",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -634,7 +634,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float16_direct_r1",
         file="cuda/knnpool_forward_sum_float16_direct_r1.cu",
-        sha256="053cbd083bb0daa7d3d22a746c7414ef07e4c0e6a050b7b2df33fc249536dfdd",
+        sha256="3d91acc3e0da436c8853726e83a94c7ab73b2de025b89f432d84a0b2e8a167b3",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -647,7 +647,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_float16_direct_r4",
         file="cuda/knnpool_forward_sum_float16_direct_r4.cu",
-        sha256="55068cb51c13fdc5b469e29f03b524f00f6f2ce455fe10834f4caf6e43c24875",
+        sha256="09182d050476342530a5d95194bb3eb8cd564de5319f6fab4a79bebf125fb21d",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -660,7 +660,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r1.cu",
-        sha256="7bff6ef15efeacd5c048a5a61f58f4271a59474c69c6a32dc292a7f918c933b4",
+        sha256="04b8c2ef27e15945d2b91973097f8d84ab7072e1c863977e8c5f35af0289d21e",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -673,7 +673,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r2.cu",
-        sha256="d2ccd0466b0ae3f023b86c6dc1f31b81b47898e0a85537c91c78c3aeb4d026d3",
+        sha256="5bc0b2605b0e943665bba929b32350b81d272e3e36c6943b56a37772af195e25",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -686,7 +686,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r4.cu",
-        sha256="bf26c58589410128af53bcc98cf21af72b5274b19d4546d7b13598e3f2afb092",
+        sha256="70ac242e1afd0867ffab82140a924a0df28827c530c86463ea1ea1a65fe0a090",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -699,7 +699,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r8",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r8.cu",
-        sha256="512847209fb725a61a81fe50bdd0a65f36549f357cfad3d0dedc39c4dab27f9c",
+        sha256="493fe69b9d8f8237b673c7683a4125367db0891d112e3a83168064e6520f172b",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -712,7 +712,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_direct_r1",
         file="cuda/knnpool_forward_sum_bfloat16_direct_r1.cu",
-        sha256="e9c16c662679a1e01cd894937d1b9aed182bba14b19d237249a48f618fa20cf2",
+        sha256="ce18561af9740e3ef5a1af4336195e32a09d7a34b18f3a3750145bdb7869a5e4",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -725,7 +725,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_bfloat16_direct_r4",
         file="cuda/knnpool_forward_sum_bfloat16_direct_r4.cu",
-        sha256="66574e57d7b0784a23986c9a087442964dedd7d3034796666027bac41add0f54",
+        sha256="4108701e77a13d3b6552045cafc8856ba7a76e0436fda287e3ff389baf55d229",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -738,7 +738,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float32_shared_r1",
         file="cuda/knnpool_forward_sum_float32_shared_r1.cu",
-        sha256="ec895aa3b9d8b57b8094f729010ba391aaeab22350834bc020a56390d14b0e7a",
+        sha256="98bb25aa9233cf67d290b00f0c33177981100ee2f79c3f1b2ecd94ae99ad8ada",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -751,7 +751,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float32_shared_r2",
         file="cuda/knnpool_forward_sum_float32_shared_r2.cu",
-        sha256="c19f64666138a2843dab0677c03a9e5abfb5742197b069a5f54a0615d86ab3ad",
+        sha256="52cf08172720ee2bb77e76d385fce825e8c0d7f05f425ec56ec4220f18bba9d3",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -764,7 +764,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_float32_shared_r4",
         file="cuda/knnpool_forward_sum_float32_shared_r4.cu",
-        sha256="733244f0544f78f5eac8837168f309fc9303834989f295e45b4b5085df980c0f",
+        sha256="fffb505c1f0596f6892f356830c62320867ad5c99d4d381a665cceaeb655e9f3",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -777,7 +777,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_float32_shared_r8",
         file="cuda/knnpool_forward_sum_float32_shared_r8.cu",
-        sha256="7470847acf1cfbe3f1e3e1c8074d841577cfdad15c08584e8a4c0eb23ff4bcee",
+        sha256="3cab7c479f9bdb516c2ad884669c6a950154ec755a1d492b52c78255c9ed0fb7",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -790,7 +790,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float32_direct_r1",
         file="cuda/knnpool_forward_sum_float32_direct_r1.cu",
-        sha256="d9661063ad4fe73a04d2bdab0e4e382a4f46220403673471ab96545a8c2d2ea8",
+        sha256="452ec376d43d93f15135e9b4974436a4ccddabd2f22cb8a0cfa1a9331141a128",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -803,7 +803,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_float32_direct_r4",
         file="cuda/knnpool_forward_sum_float32_direct_r4.cu",
-        sha256="ec7769d6ecce10a06573233cfc406248030352b4f787c803e4c86bef774ef928",
+        sha256="61ae04dc6fbc679ad26457e55fc36c937b269cfeda42df6b825350cd3e4dc327",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -816,7 +816,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float64_shared_r1",
         file="cuda/knnpool_forward_sum_float64_shared_r1.cu",
-        sha256="b5a30bc7969c84289abfab1dfd4584b8848f3a455471e14b36b7501b84418cc0",
+        sha256="b49e7a59ad784420663853a268c7bb7d23c0f97c4380c057b29fc433de8b2788",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -829,7 +829,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float64_shared_r2",
         file="cuda/knnpool_forward_sum_float64_shared_r2.cu",
-        sha256="824d87d09aaaa58697f85b0b289f99bf7ee19ab6e554580bfb59caf3b7b2c9e2",
+        sha256="341d70fa86a8c74c73dc23d90586165db818bf44d8472e97d26fc94404b7bc2c",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -842,7 +842,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float64_direct_r1",
         file="cuda/knnpool_forward_sum_float64_direct_r1.cu",
-        sha256="62a7bc4f20bfd1c75bb20d4ad4fae52813348566cc6bd56dc2c8bb24bc6c73b4",
+        sha256="66e8c8d49bdeeb878cc1d317980e26e5936adf0f2bdcb78fee895cee9f79a3b8",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -855,7 +855,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_sum_float64_direct_r2",
         file="cuda/knnpool_forward_sum_float64_direct_r2.cu",
-        sha256="7995837d36b332667ef8d1c344aec3f20de6b1b346a4010cf07e6484fa2a6b36",
+        sha256="c674215e1b8db86d289a6a209b8dde2c362fc3c5b9343063d2230d4407288880",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -868,7 +868,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float16_shared_r1",
         file="cuda/knnpool_forward_weighted_float16_shared_r1.cu",
-        sha256="4b8f2a5b9cc4ee071fbe904b360ec1f7a876c60f1f60879a7c5abe39af8b87ee",
+        sha256="bd15db0065e199e67ca203c4b57ec29bff24f26d6c9a83014fd06f1b80c2b7c7",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -881,7 +881,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float16_shared_r2",
         file="cuda/knnpool_forward_weighted_float16_shared_r2.cu",
-        sha256="0e9b9fec0e55d7df66b82dce925c7dd92c6a683935fc85ca7e244bfd2f488ade",
+        sha256="7461fc5801b0707c2efdc6657e8ec799902a60539b35d5974672eefa3bbd2e8c",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -894,7 +894,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_float16_shared_r4",
         file="cuda/knnpool_forward_weighted_float16_shared_r4.cu",
-        sha256="a00c5e504d475464429b4a8d0499b8cea468fdd5879a1b3be825afe8afbc3ae3",
+        sha256="4781417f194bb22bff80bd75790466ce4749e8dae5353344b632355982d63289",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -907,7 +907,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_float16_shared_r8",
         file="cuda/knnpool_forward_weighted_float16_shared_r8.cu",
-        sha256="7ed8e7fabb0e9286225b366b2f547ab19fce8135ef27d94d3dea1ef8663fc570",
+        sha256="5d2525cd0e7215de944aa5247f41ee166136cf1334a6625e398d3fa5d2643044",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -920,7 +920,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float16_direct_r1",
         file="cuda/knnpool_forward_weighted_float16_direct_r1.cu",
-        sha256="27624de287ffa5d599c780238982b6684ff95b1b1507ccec17fdd693bc8ca686",
+        sha256="fbd284bf93f8d50c3639a835fdfa8beadcd1e453ae70e3cd8ed5c27355f4b31b",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -933,7 +933,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_float16_direct_r4",
         file="cuda/knnpool_forward_weighted_float16_direct_r4.cu",
-        sha256="b88dfc9f4e97bf4ae138c7a663fc7fc796ecd8bb10f9635dbba37392674e0e2d",
+        sha256="ac4e5aa731a3a7df02adaabfff3395839ef13c9b5c13e2af4891d5ccedb04eea",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -946,7 +946,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r1.cu",
-        sha256="4a5a90673a808cff1485cfe1c7b10aedec07fb2b1b145d4fcabf97ebf234fa1e",
+        sha256="3278af257e66bec3e3b31a27c92f1543c7ee03f5e63163a33d893e8151a8bcca",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -959,7 +959,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r2.cu",
-        sha256="1bd7dc6fab169a3d07384b45b41f3b80d4116d3cda84f486a6302bc52d46c1ec",
+        sha256="fe32b418bf6819a0f9f62a46234620045d937071d5b46fba06c760a2943bac9d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -972,7 +972,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r4.cu",
-        sha256="3ca59e06561835e06e5c39d4ea7a348e9e9f73e0a48036b4604e4e77b4c7b2f5",
+        sha256="2ca7ec37a7e39dd7b630fade053b5b0b6888342258ae3f0a9a449bb9a644c571",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -985,7 +985,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r8",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r8.cu",
-        sha256="d7e09e196021bbe4026b09dd5ff87ea10423b4e9804ceffa425d532b04d47de7",
+        sha256="4975dc39245baeac803277c6b932c4846f8133228ff175c5c11f5bb828d56d3d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -998,7 +998,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_direct_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_direct_r1.cu",
-        sha256="e454284e8d981a0cef2594d2e92a75aa8b75ecac0880b5519ba9bc59b51bdaad",
+        sha256="7848cafa38364b2fe26fc4a5aecd4a6cbfa7b65f6879305b4458e8765b70885c",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1011,7 +1011,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_bfloat16_direct_r4",
         file="cuda/knnpool_forward_weighted_bfloat16_direct_r4.cu",
-        sha256="245b7d757911807ac3c498643488d8ed996ef3ed7cbc16a9cabcbfb0e9ccbfa4",
+        sha256="060f0bd49c2093f91328b22a12b12f195cfdf05d6a8d52b7a7c30173cd5c80f4",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1024,7 +1024,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float32_shared_r1",
         file="cuda/knnpool_forward_weighted_float32_shared_r1.cu",
-        sha256="cb2ea6a5c76e20f0d91ff6b982d867a07bff807c617aa6584b2f9b4aec0e4e3f",
+        sha256="b59a45a9b1bf6549983f6f6be1f7a89ed73d184ffae8a0fcfad678bea5942c8d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1037,7 +1037,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float32_shared_r2",
         file="cuda/knnpool_forward_weighted_float32_shared_r2.cu",
-        sha256="e88117d0ece3c773ebf46857fd83351a1c94f7e2ad4e8caed5a577badd074a9c",
+        sha256="740b512a02737cae457b615822ebf0f58dd766882f6d81c0432418c5a4d84e60",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1050,7 +1050,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_float32_shared_r4",
         file="cuda/knnpool_forward_weighted_float32_shared_r4.cu",
-        sha256="880d869a04d6d2672260b9ea3976fc4c835987296b75ebc7bf918d76c54f4539",
+        sha256="a77c2a9ed8b5e056aefcc0864471b08b727428d4a7ea59f84a88e67bc79d668b",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1063,7 +1063,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_float32_shared_r8",
         file="cuda/knnpool_forward_weighted_float32_shared_r8.cu",
-        sha256="eec5ab05c1d84be2364926dc853209112259030d98385daf8159d8d7ff8e2611",
+        sha256="14708fa24bf6c0dbbc8f2786c17a407c4693765f0cbba7dd1f3877f57b228b11",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1076,7 +1076,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float32_direct_r1",
         file="cuda/knnpool_forward_weighted_float32_direct_r1.cu",
-        sha256="2a62302d7fea051ef86ca34b4f78e53f5487a86850b362b3557b903bae808707",
+        sha256="4a777de51cad33cef70515159a7445e79408f4ca92003a494ec47b85fe6bfd5a",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1089,7 +1089,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_float32_direct_r4",
         file="cuda/knnpool_forward_weighted_float32_direct_r4.cu",
-        sha256="4f9f35101a8414c14a7f14dedf30c96b5789b1aa2b415bc634abb88bb43c31e8",
+        sha256="1e5aea4be71691538773343e67a461d1432748bf3dcc1077a6c217c1a04fa167",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1102,7 +1102,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float64_shared_r1",
         file="cuda/knnpool_forward_weighted_float64_shared_r1.cu",
-        sha256="0646731510e16ff53eb3c48ae30210d7400858c5b044e20cdeb625e4ea4a56ca",
+        sha256="cc9b52e1e1827267aba0cce5a826fd4acdf5133da31bb71c7514dd6e8353751b",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1115,7 +1115,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float64_shared_r2",
         file="cuda/knnpool_forward_weighted_float64_shared_r2.cu",
-        sha256="c0ae4d25a9b818fe8d436aa99cd4630e862f11d294046377d4a7d3ade7622b67",
+        sha256="20d9bd9ea2d33db58434e86b3428e3f7b6a7f22463999d914ee51795da46559a",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1128,7 +1128,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float64_direct_r1",
         file="cuda/knnpool_forward_weighted_float64_direct_r1.cu",
-        sha256="1b6444fa5c17ce916f0989572bcf8486e4394c339e5fa4d942ce55d85ff049ee",
+        sha256="7a696e672f08b4c4ce1865baef7481fbd9f9087b2ebe62131e018294f96f3cf9",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1141,7 +1141,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_weighted_float64_direct_r2",
         file="cuda/knnpool_forward_weighted_float64_direct_r2.cu",
-        sha256="4ebe9498b35f8fbcd0d4f78508c2e4e4611b7768a9ef6a4273ea2b6116a8f6bf",
+        sha256="6cb4101f1e1e88e2f15a3e56f539cdaebf041cef23faab9c52468ba3a46dbe1a",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1154,7 +1154,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float16_shared_r1",
         file="cuda/knnpool_backward_max_float16_shared_r1.cu",
-        sha256="eb31d549154e17e83b050c8f7f3934428676329bb2fe8df953eb13b00745f4aa",
+        sha256="7f453b6d1afb0f3586badad6261da2d6c51331b198a3bb63c2af1ad554652fef",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1167,7 +1167,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float16_shared_r2",
         file="cuda/knnpool_backward_max_float16_shared_r2.cu",
-        sha256="b6ecd2045ab15c83fb9bc11aed164bf8d65d0ff7c42444a49fc916582a7829c4",
+        sha256="8733985f934441b22a727156855498fa9b2c5e14e43824de3bbe5430b34d35ab",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1180,7 +1180,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float16_shared_r4",
         file="cuda/knnpool_backward_max_float16_shared_r4.cu",
-        sha256="6ab9c600c79fb2102d217427b54eb35f8d86fe8360250d4978ed1db5096faec2",
+        sha256="950ea233fb505a14f2dea101a344ed25eb185ad4c9129f52f915159e0273f03e",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1193,7 +1193,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float16_shared_r8",
         file="cuda/knnpool_backward_max_float16_shared_r8.cu",
-        sha256="a5e89d6f6a9066209b4d1fd5b7a18167c62117824e534c7d2bb38cda4c80a463",
+        sha256="9c301acca7da637796889a3c7d4361281718a9bd33035907ac8092311714e326",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1206,7 +1206,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float16_direct_r1",
         file="cuda/knnpool_backward_max_float16_direct_r1.cu",
-        sha256="dc448266f92f7e911f8ce71dd73ec374429dfde39e66e75bca0ed0d6abf769f2",
+        sha256="e6ff827f93a47875a53590d12bfe0e2713b9a12419e79abf1727d1bb3af548d2",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1219,7 +1219,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_float16_direct_r4",
         file="cuda/knnpool_backward_max_float16_direct_r4.cu",
-        sha256="fa28aa4e64a699d3f69f1445605b24f120b178f527422b72b3136a9d43af6457",
+        sha256="b27f99979779be5106b0da7e0b0498d4752b7abe5e67e37e9d71bb20fd79d7c9",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1232,7 +1232,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r1",
         file="cuda/knnpool_backward_max_bfloat16_shared_r1.cu",
-        sha256="f0f907bf745a8ae6986397a65746c016ce639a525568f0d7f597ae982af1b0f9",
+        sha256="4da47ccb73d91a713fc6d230cf7d7ffc6656b35b5960d4631245e4e98e891703",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1245,7 +1245,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r2",
         file="cuda/knnpool_backward_max_bfloat16_shared_r2.cu",
-        sha256="80b4ef66d5535a86ab6117a7303e54b962dc76edae01963cc5fb64c960263b1d",
+        sha256="027cd1ebeee4f3d7e2c5989aa827d2ed2c1d428c0ef98863e16ee017e0cf47fd",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1258,7 +1258,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r4",
         file="cuda/knnpool_backward_max_bfloat16_shared_r4.cu",
-        sha256="c9bef7df77ff498dd53ca0fc6df8325d20d0a8a1dc63e864d22c44ea57aae6dd",
+        sha256="a7998afac955a3d8a5c29cdddf46ca4d53b2d220216d64010eaa3be4a17d6e3e",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1271,7 +1271,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r8",
         file="cuda/knnpool_backward_max_bfloat16_shared_r8.cu",
-        sha256="379de28df0996fb95efdf709528d8453776b229b7839c8c995379dc9624e716a",
+        sha256="c46d6a1ceeb4b0ab016798ee9be563c50c1b4755352430c124a292639ba5043d",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1284,7 +1284,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_bfloat16_direct_r1",
         file="cuda/knnpool_backward_max_bfloat16_direct_r1.cu",
-        sha256="26c14b9a901d5d4c710c8c797c1aa2f111942dd6d8cebef1aa79e622d27f68e6",
+        sha256="c001b95efbf7ee69191036d7c8c1a97b3a99d496528761fcfa20cb508ad69cc8",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1297,7 +1297,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_bfloat16_direct_r4",
         file="cuda/knnpool_backward_max_bfloat16_direct_r4.cu",
-        sha256="8ba50dca0c802928bbecd41e72477b7d8457841eb30fe415e1add58aa2db34ec",
+        sha256="34e336ea38ac90fc31a40da214ef9d1da2b8c06d6dcd79ee70a91eb49acc71bc",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1310,7 +1310,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float32_shared_r1",
         file="cuda/knnpool_backward_max_float32_shared_r1.cu",
-        sha256="bc3671bd443f1f52d00fe5ac35f00ed0cd0b33491e250762d6dc1cae95f3f1ed",
+        sha256="efe0c591c21ff1341c52adfa9cb7fe2894ea0543c66cc3ce61964c459622eb4c",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1323,7 +1323,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float32_shared_r2",
         file="cuda/knnpool_backward_max_float32_shared_r2.cu",
-        sha256="9a96e5f64bafa816a038f0b74f9e35ed1f25f4c778a5d2eb4ceb47f734126132",
+        sha256="7d55b2e9b27395fb41cc4aa2d40e1b305b153a844fcf727a94a5e3e0b67cfceb",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1336,7 +1336,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float32_shared_r4",
         file="cuda/knnpool_backward_max_float32_shared_r4.cu",
-        sha256="dcd074ee743886032a5b2962d8fd727ed1f96c807f9a5e7e62b1ddb8b99a5fc9",
+        sha256="b7e1e491725c1818523c112ec01035b453af0176d86809fc8bb909560d936447",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1349,7 +1349,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float32_shared_r8",
         file="cuda/knnpool_backward_max_float32_shared_r8.cu",
-        sha256="0bc8827f67c87bd2048a9d8d6e91f4d0c13ce412c9a7274c70ff2659a7cbb7c2",
+        sha256="8fc026d6f752899d42d0690081138004bd5c39bd63c651dae3a726149d38a813",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1362,7 +1362,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float32_direct_r1",
         file="cuda/knnpool_backward_max_float32_direct_r1.cu",
-        sha256="92147f2aa11ee53920cf5db14c4511647fc428c58b804797323ea66571de7b2d",
+        sha256="a0c132c2f8ad62c877ee5b93755eb3c8fe1556956fd2be3205880b4ff3144dcb",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1375,7 +1375,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_float32_direct_r4",
         file="cuda/knnpool_backward_max_float32_direct_r4.cu",
-        sha256="bbdbd1c77a70e2757d937a4d57cc528c2d28e2115ac049b070212a2650ffce6f",
+        sha256="45e7259717dd6a87285aa065985b15feea0bf7f8ce6746e96cb01e1138896c83",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1388,7 +1388,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float64_shared_r1",
         file="cuda/knnpool_backward_max_float64_shared_r1.cu",
-        sha256="9df82ab2754f6de3fa6de8daf3bf8cd2cf73fb773e69a4de6211598556d32290",
+        sha256="84f9df1900ab109fe0ea02c2fbdc33f5b5c98bcf7dfccdb0821f34b440ac0eb9",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1401,7 +1401,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float64_shared_r2",
         file="cuda/knnpool_backward_max_float64_shared_r2.cu",
-        sha256="fa122d9506854875205e2b24fb9df1d1a01c87cec2c5c6a93b5143efb06ac2cc",
+        sha256="a7c29aa900baf02c7f2c45dbc4edcb27e91f92b149cd4298ebbc62a2c291a181",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1414,7 +1414,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float64_direct_r1",
         file="cuda/knnpool_backward_max_float64_direct_r1.cu",
-        sha256="58ac0d97177377190f7f99a885240c13a21cd0f10e7e762b1d3fd84526bdf5ca",
+        sha256="bf427aad47f5c5fcc68605e52386e8f756d0b4c5380475c39e836ff7eb1f5a2b",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1427,7 +1427,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_max_float64_direct_r2",
         file="cuda/knnpool_backward_max_float64_direct_r2.cu",
-        sha256="92aef814ca870302f736eb0e03cc0004aa79cf15d8d5c880b9d82541b6306ca9",
+        sha256="d2d4103e30e19b900f76a96c9862202958796376fbae25f65990855d01d5f81a",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1440,7 +1440,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float16_shared_r1",
         file="cuda/knnpool_backward_avg_float16_shared_r1.cu",
-        sha256="a3a039690b85cd7f48cac6b0423f75a319334e6162e5aeb6d2461ed3c7fc0e7c",
+        sha256="837c08d9d7bcd34200cf6df3c064a6465c5a9d800a6ce96bc85d9de83027f416",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1453,7 +1453,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float16_shared_r2",
         file="cuda/knnpool_backward_avg_float16_shared_r2.cu",
-        sha256="3927403b007f820abe3a29c0b2f2cc42f982de44020b878f3918e63f530b0894",
+        sha256="2e6305eb702414015eb6004d756ed0be1f5513849f40c24a143e1333e4ac4043",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1466,7 +1466,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float16_shared_r4",
         file="cuda/knnpool_backward_avg_float16_shared_r4.cu",
-        sha256="a6ebde6b72589edd6419d25afd45c8080c89016aa847df0638d4d4ef36359665",
+        sha256="7a1c618f4ca76f26d900e161eb54f97198d91a6dbe1bdc2b3c4830f4a1328983",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1479,7 +1479,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float16_shared_r8",
         file="cuda/knnpool_backward_avg_float16_shared_r8.cu",
-        sha256="35f41079d4edb4345ff4b30459d9c3f4c761828e8844056982535fdb3f738310",
+        sha256="e66d6e9ceeed752cadb4570bd79b1dc1a2139a5ada083aec12a427587b3b8be7",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1492,7 +1492,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float16_direct_r1",
         file="cuda/knnpool_backward_avg_float16_direct_r1.cu",
-        sha256="6952e9e2690568bc3369319ae4aa97a217cff851a7192a8fbcf9407c242b7de7",
+        sha256="fdf6894842c6198b7e745f5a598ec7d7c0d63dc0732808c97cd48b5c1047b8d1",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1505,7 +1505,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_float16_direct_r4",
         file="cuda/knnpool_backward_avg_float16_direct_r4.cu",
-        sha256="fe705be0d3ae12dcc6145921bb0ff2fb719a29edca4ae97ee5ccc47c5b6d697f",
+        sha256="a0fafe678a1c7e9c8e9553c5ee527a38d2183f7e7b6f0ce848dc7944d23c4cd0",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1518,7 +1518,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r1.cu",
-        sha256="8df56443a46597022105ec76ba6ae1ed7c841c28bff40655ce1b76f4b715477b",
+        sha256="088c9a045150f51d858dcc3e1b087bbb097ed80099eac93e4907ae0b2f53f524",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1531,7 +1531,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r2.cu",
-        sha256="3353c497eb1f1dc4e1b9ed5a1263aed46d8ebbcd785fa8743d1b9b3d3a087e37",
+        sha256="1a83bb2a56a81a307891c1d029947b3394bae958ce7dc864161e99782ddb4aa7",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1544,7 +1544,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r4.cu",
-        sha256="ef2a2765df2dafda9b6249a7ea7e7798005be5bf558b0cb8b297a82d48a8e54d",
+        sha256="70dc1ac2044c2ae53bcd9ba5ce2be6abba16c67694979f9c727cc651921c149d",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1557,7 +1557,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r8",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r8.cu",
-        sha256="27ed6654e30ebcd02164eb347602c69694c3c8e75823a65aa9da810350907e80",
+        sha256="6897aab37b5a1a174aa101f20899ba2d0d473645052e56be7d2290ea6911d071",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1570,7 +1570,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_bfloat16_direct_r1",
         file="cuda/knnpool_backward_avg_bfloat16_direct_r1.cu",
-        sha256="2f0132fa84b6e38a235457fce274afcd6fc0c83266a2a38e97933857fa548cc3",
+        sha256="3fb874fa1da51a4d4148cbe3994a633c859593b2ef37fdab3ba655590c0b9021",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1583,7 +1583,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_bfloat16_direct_r4",
         file="cuda/knnpool_backward_avg_bfloat16_direct_r4.cu",
-        sha256="50137a9bb42c8d1d8c659b8a9cefa8c9ad58f27351ac48334df3b194796ab8b0",
+        sha256="ea54982aaa406ea13d314dbd6d0b098423c37c39586a69970db8683f00a6f2d3",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1596,7 +1596,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float32_shared_r1",
         file="cuda/knnpool_backward_avg_float32_shared_r1.cu",
-        sha256="08418bff824e14376ac53c1e3ded3551308da627aed15060261201e27d95d453",
+        sha256="f869e3e9b0fe2e1b878bbf39d5c517a126d538e7c38803ac6b4e5c28cc3d5138",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1609,7 +1609,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float32_shared_r2",
         file="cuda/knnpool_backward_avg_float32_shared_r2.cu",
-        sha256="99492367076bd6161df1ff5070ea98a0e5a09e37f57a8fa87eb4069f55456cda",
+        sha256="29d1f445b6775e75dde6938f3c2f1915b5aaf2b26292495399c81e1a844ffc42",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1622,7 +1622,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float32_shared_r4",
         file="cuda/knnpool_backward_avg_float32_shared_r4.cu",
-        sha256="03a5b2fd70814f9cc0b0bba944251caac2fc1925aa714fc77ffbc58e6c31d517",
+        sha256="e8b2742a84c3911bfc70077a769bd1478b80be2ec28fad3f386baedd04225bba",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1635,7 +1635,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float32_shared_r8",
         file="cuda/knnpool_backward_avg_float32_shared_r8.cu",
-        sha256="09add30831553fb2ad1daee5ee978e3c851c9e245333ef9b6eaaf32c9a4cfc88",
+        sha256="d9f6ab8cce89897ab2cb776e70f71dfe839f9c1c86ccc2ac477f74456d301ee7",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1648,7 +1648,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float32_direct_r1",
         file="cuda/knnpool_backward_avg_float32_direct_r1.cu",
-        sha256="e9d41ff0fbba2270a925b3c854912c34b3024ccd76c42e24273901eab9986b78",
+        sha256="54e83d5fe25d8465b3518578bd729519925a4892ea675afe343c8633d35c0d2e",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1661,7 +1661,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_float32_direct_r4",
         file="cuda/knnpool_backward_avg_float32_direct_r4.cu",
-        sha256="9b6261fe8229c25460e17bb1982a1fd568991b0d38613dca9848ac363a3655bc",
+        sha256="c9e8d187cc83ae7999f542110697e6b06c4eda8fa74f2ccf13b156b3490bf4ea",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1674,7 +1674,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float64_shared_r1",
         file="cuda/knnpool_backward_avg_float64_shared_r1.cu",
-        sha256="36eb2d82ee7c7454717d26767c205147cb260730c093c5c562eb9aaede68b616",
+        sha256="96ee173b5cdb9da332e53b32a460391c8fd72917abe5cc00888f9d926ce831d0",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1687,7 +1687,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float64_shared_r2",
         file="cuda/knnpool_backward_avg_float64_shared_r2.cu",
-        sha256="e0900882f80b4812339aadf3f91d65fe6e9a6b299bf611dc0a60c2b7dac02293",
+        sha256="29ae804d7a4d48e9497d5b0129c2cfb19f248552a2e0c8b90fc73cc6d9d26a61",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1700,7 +1700,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float64_direct_r1",
         file="cuda/knnpool_backward_avg_float64_direct_r1.cu",
-        sha256="37daad6d08f179a71047d0c8ceb2758b3201864d4a17e9366f593bf3fe98e042",
+        sha256="05709e7d0fd77a7f715962777ff49785e1a484d4539d49807c58c6aabb82e428",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1713,7 +1713,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_avg_float64_direct_r2",
         file="cuda/knnpool_backward_avg_float64_direct_r2.cu",
-        sha256="5fe793b17f211fd4a3dcafc5dba808000dfa4eb2a70033e4d33c0cc13c4ca8d6",
+        sha256="21d353001130c2e570fdf21caf36969d961bc6d5d43a8fd57658bef490cfaefe",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1726,7 +1726,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float16_shared_r1",
         file="cuda/knnpool_backward_sum_float16_shared_r1.cu",
-        sha256="555ef496e54ce09f6f434f58040be8626501b40590ac213b60c1309c440b9d82",
+        sha256="7b10349d87ce0f7953979cabfc273ad0fb2c8613aa914b426ab14211c98446aa",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1739,7 +1739,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float16_shared_r2",
         file="cuda/knnpool_backward_sum_float16_shared_r2.cu",
-        sha256="715b29b54c37eb311e8104c09584ebe542e9f38980f1fe98c958b05497fc21bf",
+        sha256="5eefaeaf15bb0e0dc136c8b5a8afcab1d9b1141a46d51d9e19a4ad2dc5f392a4",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1752,7 +1752,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float16_shared_r4",
         file="cuda/knnpool_backward_sum_float16_shared_r4.cu",
-        sha256="3f298eccc71f04645257bdbb40d5868c4ed370f373ec34cf95458d786c747e90",
+        sha256="b7a05c0e1e5a057dfd56da008fb6b9db7be3369a251e82d8310765e7365cdaef",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1765,7 +1765,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float16_shared_r8",
         file="cuda/knnpool_backward_sum_float16_shared_r8.cu",
-        sha256="184b0efcade832c9766d88a50cad4dcb32df4603deac23941954342501c63cec",
+        sha256="16a0d0d911f1d15551d8cd53fbd6b6bc878d110b4f11b14aecefb8ae3d6c5db2",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1778,7 +1778,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float16_direct_r1",
         file="cuda/knnpool_backward_sum_float16_direct_r1.cu",
-        sha256="ba4fc0c9c4552d9499791ecaf87e478ead0cdf73e2dceab9c2afcda935d004d0",
+        sha256="979a7ac93ce02fc76c5a0295502453fef9091295c6c85e6b3633d505272d078f",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1791,7 +1791,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_float16_direct_r4",
         file="cuda/knnpool_backward_sum_float16_direct_r4.cu",
-        sha256="29f51cac77674bcc0c5017c6ad8af7d0eed132a70aa8bd12bf004f8918f72105",
+        sha256="0f975e79b5af4d536765523e06789a4c8a8905625208224753e90e6e65f9048e",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1804,7 +1804,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r1.cu",
-        sha256="53ad7532b559ce9ced726b214eabe7a5d400e9e8c0ebaecd03181d411c0397e1",
+        sha256="d990264b737f652025685337a77888b273506a800f60ae31d7f1c8dd497b229f",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1817,7 +1817,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r2.cu",
-        sha256="eda97697e2f4ac7bb252007f7d416abd0e5c8b1001f0cd499585c2fa9ca4ca80",
+        sha256="b8b3641b95172992bb33c3b1693b79248d939f3509210301f2ad8e3775352049",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1830,7 +1830,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r4.cu",
-        sha256="ebe2525ce9cb7d7ab38f516d50886dec7071e67262f3f9a3aef9558fac0609c8",
+        sha256="b5b7e2123febaacf92c4f8186ec9f9795b089141ed242fc4a407b3ec7b57deac",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1843,7 +1843,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r8",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r8.cu",
-        sha256="cc76e43a85ddf676c63d048a67d56051a4ccbb4163071919f870d1a4fd2f503d",
+        sha256="ac87c175115f3621cc9737ca3413bf5d2e989d0b22c29164b0d297b58e25c254",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1856,7 +1856,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_bfloat16_direct_r1",
         file="cuda/knnpool_backward_sum_bfloat16_direct_r1.cu",
-        sha256="df5ffc9fd8fc1e28390041b7d0bbdb6c343d438450ddeb960e034f7860d052ff",
+        sha256="c4e5b0bc57297830d66d943dea25b153c5afa8f2676ed5c7dc50189a75a5f85d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1869,7 +1869,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_bfloat16_direct_r4",
         file="cuda/knnpool_backward_sum_bfloat16_direct_r4.cu",
-        sha256="7c95003d74351c8418d04223298c7686faecb69d92d48574add6a33ce827e666",
+        sha256="9ac64b6d025fddebf8bb401d87d3a59124e684b6c69c53089597afbe40841878",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1882,7 +1882,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float32_shared_r1",
         file="cuda/knnpool_backward_sum_float32_shared_r1.cu",
-        sha256="8796e8dc55e50ad5af466f73769312f0bfefe38f3959a8b8d1244a119c400943",
+        sha256="0a98ea8ad6d63546261c259a5640de6f500abc40c945460d0abc1d2fe02afc9d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1895,7 +1895,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float32_shared_r2",
         file="cuda/knnpool_backward_sum_float32_shared_r2.cu",
-        sha256="58a4ff84b27523ecd4bb39520c079d8944028360975b223d5a469610f2182eb4",
+        sha256="f0c14bee6e360cf6167e1cba2f57d57d16050e60e711498f85652bdd74200549",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1908,7 +1908,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float32_shared_r4",
         file="cuda/knnpool_backward_sum_float32_shared_r4.cu",
-        sha256="a2995182d018e07a6bcc5e73842c5ecca26f06f5641d12c24fac75cd0ff13c99",
+        sha256="c6b72aa1b6ea78069731dc1492de64bc6a9203c0fba85759fc439d539cc05c3d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1921,7 +1921,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float32_shared_r8",
         file="cuda/knnpool_backward_sum_float32_shared_r8.cu",
-        sha256="71144b3a9b664639e7a0c0b2cf16fff9e85c2102344ed02f6b11e11741a66952",
+        sha256="c46ff374d5c39ed89d5e859d0e63b5c66d4ccdfc2de026787833da58511f4059",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1934,7 +1934,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float32_direct_r1",
         file="cuda/knnpool_backward_sum_float32_direct_r1.cu",
-        sha256="46e73894f851ee6e5356eb41d12255de79b3db0c03ce17efe3288e16f17290b0",
+        sha256="886ba4fe9f4b9144acd3cfc67498f5194fb8bcca9fb7df8d581137a212eec2cd",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1947,7 +1947,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_float32_direct_r4",
         file="cuda/knnpool_backward_sum_float32_direct_r4.cu",
-        sha256="7cc5f16530f7f8e8111f355a4986a0f35acb2934622d2475d9bf052381760f1d",
+        sha256="33ddbb72451ca281db618d8f854f133e625142275e2dd44b1b88ea40162f438e",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1960,7 +1960,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float64_shared_r1",
         file="cuda/knnpool_backward_sum_float64_shared_r1.cu",
-        sha256="a38107009a39679b45089a2d4ed7eb9e4cdab277c3b327bb4ace23a7bc01e86a",
+        sha256="604247d32786d46ec20f3375cc1894f132ab5d432ff99097fbe4d526f81315ce",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1973,7 +1973,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float64_shared_r2",
         file="cuda/knnpool_backward_sum_float64_shared_r2.cu",
-        sha256="1896277b8cc9afec0316d8a0ab7e263defdd76506912a156afd45a55c21a04b8",
+        sha256="a573782cd849158b8f300f4e1f1bab9ef62cffcec45dbe2fdb587e9b3959316d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1986,7 +1986,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float64_direct_r1",
         file="cuda/knnpool_backward_sum_float64_direct_r1.cu",
-        sha256="6795b6acb6ee1ae5795892864a39b89beb2af3d386d6e736fc77d74ac230fa7f",
+        sha256="b49214dd01851e054084362649337b1300f2d0d8d06562be0c3c307b85dcc990",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1999,7 +1999,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_sum_float64_direct_r2",
         file="cuda/knnpool_backward_sum_float64_direct_r2.cu",
-        sha256="5fd436b27a632e6ef62df75f34f6d9aeaab1a7c38a54a4f22c0b4d68fb541f8b",
+        sha256="d3d8bf6c8dc29953f19c22168668f794702dc1cc4968873735c26e68fef3ff71",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2012,7 +2012,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float16_shared_r1",
         file="cuda/knnpool_backward_weighted_float16_shared_r1.cu",
-        sha256="3fa8dc29650861277de7925a6f5df7d09022bb582b4970deb0d737cffc6a63ba",
+        sha256="a43e7439fafb09514b85641a268e6244f5bc3f8b72fa2816d5f509f8c2803f92",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2025,7 +2025,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float16_shared_r2",
         file="cuda/knnpool_backward_weighted_float16_shared_r2.cu",
-        sha256="f107131d8dda792a2e34483b2410577262dc5880f3f45c533a01b623dfdb8867",
+        sha256="d7695b5f5ad38b8fe1e970112a59d22437a0f8e794ac9a3f1918d56b978e1916",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2038,7 +2038,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float16_shared_r4",
         file="cuda/knnpool_backward_weighted_float16_shared_r4.cu",
-        sha256="bf2882ee804fd499f782c6291fdecfd79310994b13cf044b43ad062fe72ec09d",
+        sha256="eb4b199d77723eb63ff1941d01de656e8aba4ff1ca3bc9206256bc465332ba84",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2051,7 +2051,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float16_shared_r8",
         file="cuda/knnpool_backward_weighted_float16_shared_r8.cu",
-        sha256="fb8472ab6800801367b4018d2aa5354665f1c8b1d278b96e3c1bd31ed3b915b1",
+        sha256="89f823e7f21c6d9449b9201e21687de053a5718e1663422fae0dfffec4b59061",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2064,7 +2064,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float16_direct_r1",
         file="cuda/knnpool_backward_weighted_float16_direct_r1.cu",
-        sha256="0b4984f5dc294f996bb219fcad93e5c033f55efbff5e33a36e98842eb8020f05",
+        sha256="73512207a8dec905846cdc888f708109366d4897f766f8e58724649f460c255c",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2077,7 +2077,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_float16_direct_r4",
         file="cuda/knnpool_backward_weighted_float16_direct_r4.cu",
-        sha256="3dc55bdd6911a1d2d04a35a297c2c67bb63b692d1b0f5e39577883bf331d9655",
+        sha256="da92c3ab969a203b122c1f78d213c93de000efa80e41427439e71d893622a9f9",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2090,7 +2090,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r1.cu",
-        sha256="02586cb95c41b5ac6f68e32272985376ed8669ad281b95811be4e1502d8195ab",
+        sha256="09d5aa0598d0ab3d176466e63c8d94d36c14964ed2a03defe9f3ddb8e3087f26",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2103,7 +2103,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r2.cu",
-        sha256="4edfe298f30204e4a3a451f3426e84780a639c9855b3ebd2fbe628c522fa0414",
+        sha256="9d6e0b40f69a47ece20ad100c3943f05badd1a450cc0381e4d9c3fd37d778f20",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2116,7 +2116,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r4.cu",
-        sha256="e07cecfa77eeab11ef2d3728c21ff687a8a8869bd6231605527b79051429ef80",
+        sha256="ef911deaff7d49afbe3e6b2f01e261184bbdf52d3923d54a44a4a2d4567423ad",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2129,7 +2129,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r8",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r8.cu",
-        sha256="71462bd7b6deac134d44439fd68cb712812eb73b326bdacdf35566ca00df308b",
+        sha256="bff4d02bca4f8e5118b72dd58809f1e09f94ccc748a2ce758a387e1be8d1e60c",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2142,7 +2142,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_bfloat16_direct_r1",
         file="cuda/knnpool_backward_weighted_bfloat16_direct_r1.cu",
-        sha256="70d0ccecdd26a839879e07991d0c0ce5e41507f8f0507ab11b44e30fb8e346fd",
+        sha256="fcdc65247e04f3a4334b0a81dacbd49b38ce3e01f3b670f765fdc07480816763",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2155,7 +2155,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_bfloat16_direct_r4",
         file="cuda/knnpool_backward_weighted_bfloat16_direct_r4.cu",
-        sha256="058b84c93f6a104cae13b72f2f6c6cb86999641508f4c2b8f3e5cd05b50ef064",
+        sha256="4412147febc32e8df1fe10a1a0cd7e4f828fb5167f74beb039e060b6f7ec811c",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2168,7 +2168,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float32_shared_r1",
         file="cuda/knnpool_backward_weighted_float32_shared_r1.cu",
-        sha256="ad5e14dbc2d2233fa35e75e55c41e02e357a33fd446f8aaccc59b1cea1ff4ab5",
+        sha256="e579672a5e767256a4146bd73ba39728977b97f76c88f925f624343059d9ffce",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2181,7 +2181,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float32_shared_r2",
         file="cuda/knnpool_backward_weighted_float32_shared_r2.cu",
-        sha256="ff62db76c9be530b24a481de259bf510610cf215cc524308eccccef3991c21a8",
+        sha256="c3c41b3fdb49da9601de42dc9b24d56cc18b19476be5f36462901f6b6196e429",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2194,7 +2194,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float32_shared_r4",
         file="cuda/knnpool_backward_weighted_float32_shared_r4.cu",
-        sha256="1e1c2ab1c471466acae55ad0ea642fac385335fbca9a46bbe1fb465e40381ccc",
+        sha256="08f34ecc1d7da434d1da9141e99771905a12e499d70e6d42845424eb968c1eb2",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2207,7 +2207,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float32_shared_r8",
         file="cuda/knnpool_backward_weighted_float32_shared_r8.cu",
-        sha256="cfd5a8ad120ed6157bc0f3d59ee90a1e5b9fba4c0041285d2cea9b32cfe01130",
+        sha256="363dd2c07410f0f93faed25895f6bacafffdce2939b5d830266ab59eda815b23",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2220,7 +2220,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float32_direct_r1",
         file="cuda/knnpool_backward_weighted_float32_direct_r1.cu",
-        sha256="11c733d2306579c1e80542398dac61e5d8be6db236262329ea7646333e81583c",
+        sha256="84213d2a5982a4f1990520812aee4ef43462d2612885e5cf2b84cd0efdb554da",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2233,7 +2233,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_float32_direct_r4",
         file="cuda/knnpool_backward_weighted_float32_direct_r4.cu",
-        sha256="72091e78e48763b209c061ccb407a2eef8d62bb34b46f48d3fb136d3e0151ee3",
+        sha256="eb02f69e6f82e3fd67d1a023daff80680d332e8c7c97f6d3c9a8716b72a3071f",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2246,7 +2246,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float64_shared_r1",
         file="cuda/knnpool_backward_weighted_float64_shared_r1.cu",
-        sha256="02455f75151fd674347390f1e071f88b66d145676100cdf5c3c3886c35f3fa59",
+        sha256="0bfbb88538e6f60fc9f1c814250a6c43091e59377354d71fca078e8c97dd364a",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2259,7 +2259,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float64_shared_r2",
         file="cuda/knnpool_backward_weighted_float64_shared_r2.cu",
-        sha256="7eab78cf5c800d8a82f262b8ded19bfe4be261b0c36b63c6c53c34450bb0c4a3",
+        sha256="56c989844800fe39711a916010e70bfa98f291574c25646bd46a2a73bff8123b",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2272,7 +2272,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float64_direct_r1",
         file="cuda/knnpool_backward_weighted_float64_direct_r1.cu",
-        sha256="d21b23aa80d0d8ae4e0397402b0a21576ca8ef4ec3d4f133ef1cd4e8a93a7e02",
+        sha256="193d724713351d4bdf63ad816db1f592def6897012ab3e7f7f466258793aefc9",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2285,7 +2285,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_weighted_float64_direct_r2",
         file="cuda/knnpool_backward_weighted_float64_direct_r2.cu",
-        sha256="362e5f8ebcbdd955b1fd7d2c4dfc9ef7a17c5ed2e59a3d8ea4ed6451bcc9e07b",
+        sha256="33a638b76bda8bcdcd69df2bbb654388db2de5ecebec7cff9a16ba1b80279122",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,

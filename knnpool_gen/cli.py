@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.syntax import Syntax
 from rich.table import Table
 
-from knnpool_gen.errors import InvalidArgumentError, KNNPoolError
+from knnpool_gen.errors import InvalidArgumentError, KNNPoolError, StaleDispatchError
 from knnpool_gen.kernel import Kernel, KernelKey
 
 app = typer.Typer(
@@ -31,8 +31,8 @@ app = typer.Typer(
 WIDE = 200
 """Columns of output that no terminal limits."""
 
-stdout = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stdout = Console(highlight=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+stderr = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -57,14 +57,13 @@ def regenerate(
     from knnpool_gen.codegen.render import Renderer
     from knnpool_gen.codegen.spec import load_specs
 
-    out = out or folders.generated()
+    out = (out or folders.generated()).absolute()  # lines begin with its name, which "." does not have
     with _errors():
         variants = load_specs(specs or folders.specs()).variants
         outputs = Renderer(templates or folders.templates()).outputs(variants)
         shown = outputs.diff(out) if diff else ""
         comparison = outputs.compare(out) if check else outputs.write(out)
-    if shown:
-        stdout.print(Syntax(shown, "diff", background_color="default") if stdout.is_terminal else shown, markup=False)
+    _print_text(shown, "diff")
     verb = ("differs", "missing", "orphaned") if check else ("updated", "created", "removed")
     for what, paths in zip(verb, (comparison.changed, comparison.missing, comparison.orphaned), strict=True):
         for path in paths:
@@ -73,7 +72,7 @@ def regenerate(
     if check and differing:
         stderr.print(f"{differing} file(s) differ from specs and templates; run `knnpool-gen regenerate`")
         raise typer.Exit(1)
-    stdout.print(f"{len(variants)} variants, {len(comparison.same)} file(s) up to date")
+    stdout.print(f"{len(variants)} variants, {len(outputs.files)} file(s) up to date")
 
 
 @app.command("list")
@@ -126,7 +125,7 @@ def show(variant: Annotated[str, typer.Argument(help="Name of a variant, as `lis
         source = read_source(kernel)
     for name, value in _describe(key, kernel).items():
         stdout.print(f"// {name}: {value}", markup=False)
-    stdout.print(Syntax(source, "cuda", background_color="default") if stdout.is_terminal else source, markup=False)
+    _print_text(source, "cuda")
 
 
 @app.command("compile")
@@ -139,13 +138,13 @@ def compile_variants(
     as_json: JsonOption = False,
 ) -> None:
     """Compile variants with NVRTC; needs no GPU. Exit 1 if one fails or spills registers."""
-    from knnpool_gen.compilation import Compilation, compile_matrix
+    from knnpool_gen.compilation import Compilation, architectures, compile_matrix
 
     with _errors():
         chosen = [kernel for _, kernel in _select_variants(variants)]
+        archs = architectures(arch or (), ARCHITECTURES)
         results: list[Compilation] = []
-        total = len(chosen) * len(arch or ARCHITECTURES)
-        for result in _progress(compile_matrix(chosen, arch or ARCHITECTURES), total, "compiling"):
+        for result in _progress(compile_matrix(chosen, archs), len(chosen) * len(archs), "compiling"):
             results.append(result)
     bad = [result for result in results if not result.ok]
     if as_json:
@@ -202,7 +201,12 @@ def verify(
 
 def _select_variants(names: Sequence[str] | None) -> list[tuple[KernelKey, Kernel]]:
     """The entries of the dispatch table with these names, or all."""
-    from knnpool_gen.generated.dispatch import KERNELS
+    try:
+        from knnpool_gen.generated.dispatch import KERNELS
+    except (ImportError, SyntaxError, TypeError, AttributeError) as error:
+        raise StaleDispatchError(
+            f"generated/dispatch.py cannot be loaded ({error}); run `knnpool-gen regenerate`"
+        ) from error
 
     by_name = {kernel.name: (key, kernel) for key, kernel in KERNELS.items()}
     unknown = [name for name in names or () if name not in by_name]
@@ -223,6 +227,14 @@ def _describe(key: KernelKey, kernel: Kernel) -> dict[str, Any]:
         "arguments": list(kernel.arguments),
         "node_bytes": kernel.node_bytes,
     }
+
+
+def _print_text(text: str, language: str) -> None:
+    """Print ``text`` in colours on a terminal, and exactly as it is elsewhere."""
+    if stdout.is_terminal:
+        stdout.print(Syntax(text, language, background_color="default"))
+    else:
+        sys.stdout.write(text)
 
 
 def _print_json(value: object) -> None:

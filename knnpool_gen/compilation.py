@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from knnpool_gen.errors import CompileError
+from knnpool_gen.errors import CompileError, InvalidArgumentError
 from knnpool_gen.kernel import Kernel
+from knnpool_gen.runtime import cuda
 from knnpool_gen.runtime.compile import compile_kernel
 
 DEFAULT_NODES = {"x": 964, "grad_y": 230}
@@ -41,6 +43,21 @@ class Compilation:
     def as_row(self) -> tuple[object, ...]:
         """For a table."""
         return self.variant, self.arch, self.cubin_bytes, self.registers, self.spill_bytes, self.shared_bytes
+
+
+def architectures(asked: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+    """Those asked for; if none is, those of the usual ones that this NVRTC knows.
+
+    Raises:
+        InvalidArgumentError: NVRTC does not know one that is asked for.
+    """
+    nvrtc = cuda.nvrtc()
+    known = [f"sm_{number}" for number in nvrtc.getSupportedArchs()]
+    unknown = [arch for arch in asked if re.sub("[af]$", "", arch) not in known]  # sm_90a is a kind of sm_90
+    if unknown:
+        version = ".".join(map(str, nvrtc.getVersion()))
+        raise InvalidArgumentError(f"no architecture {', '.join(unknown)}; NVRTC {version} knows {', '.join(known)}")
+    return asked or [arch for arch in usual if arch in known]
 
 
 def compile_matrix(kernels: Sequence[Kernel], archs: Sequence[str]) -> Iterator[Compilation]:

@@ -83,11 +83,13 @@ __device__ __forceinline__ Value narrow(float value) { return __half_as_ushort(_
 
 // Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
 // written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live, const float* __restrict__ count) {
+__device__ __forceinline__ void stage(
+    Piece* tile, const Value* row, int nodes, int room, int live, const float* __restrict__ count)
+{
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
         for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = item / vectors, i = item % vectors;
+            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
             Vector read[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -102,7 +104,7 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
         for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = item / nodes, i = item % nodes;
+            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
             float value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -136,7 +138,7 @@ knnpool_backward_avg_float16_shared_r8(
         __syncthreads();  // the tile is complete
 
         for (int item = threadIdx.x; item < KNNPOOL_STACK * NIN; item += KNNPOOL_THREADS) {
-            const int s = item / NIN, m = item % NIN;
+            const int s = KNNPOOL_STACK > 1 ? item / NIN : 0, m = item - s * NIN;
             float sum[ROWS] = {};
             const int end = rev_rowptr[m + 1];
             for (int e = rev_rowptr[m]; e < end; ++e) {

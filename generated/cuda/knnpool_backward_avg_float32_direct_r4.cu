@@ -43,7 +43,9 @@ __device__ __forceinline__ float widen(Value value) { return __uint_as_float(val
 __device__ __forceinline__ Value narrow(float value) { return __float_as_uint(value); }
 
 // One node of `live` rows. Rows past the last one repeat it: added up, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live, const float* __restrict__ count) {
+__device__ __forceinline__ Node read(
+    const Value* __restrict__ row, long long nodes, int node, int live, const float* __restrict__ count)
+{
     Node result;
     #pragma unroll
     for (int r = 0; r < ROWS; ++r) result.word[r] = __fdiv_rn(widen(row[min(r, live - 1) * nodes + node]), count[node]);

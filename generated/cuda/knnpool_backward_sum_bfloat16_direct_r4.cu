@@ -45,7 +45,9 @@ __device__ __forceinline__ float widen(Value value) { return __bfloat162float(__
 __device__ __forceinline__ Value narrow(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
 
 // One node of `live` rows. Rows past the last one repeat it: added up, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+__device__ __forceinline__ Node read(
+    const Value* __restrict__ row, long long nodes, int node, int live)
+{
     Node result;
     #pragma unroll
     for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];

@@ -43,7 +43,9 @@ __device__ __forceinline__ double widen(Value value) { return __longlong_as_doub
 __device__ __forceinline__ Value narrow(double value) { return __double_as_longlong(value); }
 
 // One node of `live` rows. Rows past the last one repeat it: added up, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+__device__ __forceinline__ Node read(
+    const Value* __restrict__ row, long long nodes, int node, int live)
+{
     Node result;
     #pragma unroll
     for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];

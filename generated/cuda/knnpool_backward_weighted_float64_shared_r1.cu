@@ -81,11 +81,13 @@ __device__ __forceinline__ Value narrow(double value) { return __double_as_longl
 
 // Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
 // written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(
+    Piece* tile, const Value* row, int nodes, int room, int live)
+{
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
         for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = item / vectors, i = item % vectors;
+            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
             Vector read[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -100,7 +102,7 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
         for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = item / nodes, i = item % nodes;
+            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
             unsigned long long value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -134,7 +136,7 @@ knnpool_backward_weighted_float64_shared_r1(
         __syncthreads();  // the tile is complete
 
         for (int item = threadIdx.x; item < KNNPOOL_STACK * NIN; item += KNNPOOL_THREADS) {
-            const int s = item / NIN, m = item % NIN;
+            const int s = KNNPOOL_STACK > 1 ? item / NIN : 0, m = item - s * NIN;
             double sum[ROWS] = {};
             const int end = rev_rowptr[m + 1];
             for (int e = rev_rowptr[m]; e < end; ++e) {

@@ -80,11 +80,13 @@ __device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
 
 // Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
 // written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(
+    Piece* tile, const Value* row, int nodes, int room, int live)
+{
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
         for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = item / vectors, i = item % vectors;
+            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
             Vector read[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -99,7 +101,7 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
         for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = item / nodes, i = item % nodes;
+            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
             Value value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -112,7 +114,9 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
 constexpr Word LOWEST = 0xff80ff80u;  // -inf in every row
 constexpr Word EVERY = 0x00010001;  // times a slot: that slot in every row
 
-__device__ __forceinline__ __nv_bfloat162 pair(const Word& word) { return *reinterpret_cast<const __nv_bfloat162*>(&word); }
+__device__ __forceinline__ __nv_bfloat162 pair(const Word& word) {
+    return *reinterpret_cast<const __nv_bfloat162*>(&word);
+}
 
 // All ones in each half where a is greater than b; a NaN is never greater.
 __device__ __forceinline__ Word greater(Word a, Word b) { return __hgt2_mask(pair(a), pair(b)); }
@@ -154,7 +158,7 @@ knnpool_forward_max_bfloat16_shared_r8(
         __syncthreads();  // the tile is complete
 
         for (int item = threadIdx.x; item < KNNPOOL_STACK * NOUT; item += KNNPOOL_THREADS) {
-            const int s = item / NOUT, n = item % NOUT;
+            const int s = KNNPOOL_STACK > 1 ? item / NOUT : 0, n = item - s * NOUT;
             Word best[WORDS], slot[WORDS];
             #pragma unroll
             for (int w = 0; w < WORDS; ++w) {
@@ -167,7 +171,8 @@ knnpool_forward_max_bfloat16_shared_r8(
                 const Node node = load(tile + s * PIECES * ROOM, ROOM, indices[k * NOUT + n]);
                 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const Word won = KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
+                    const Word won =
+                        KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
                     best[w] = select(won, node.word[w], best[w]);
                     slot[w] = select(won, k * EVERY, slot[w]);
                 }

@@ -39,14 +39,6 @@ __device__ __forceinline__ unsigned row_of(const Word* word, int r) {
     return word[r];
 }
 
-// One node of `live` rows. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
-    Node result;
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];
-    return result;
-}
-
 constexpr Word LOWEST = 0xff800000u;  // -inf in every row
 
 // Whether a is greater than b; a NaN is never greater.
@@ -55,6 +47,15 @@ __device__ __forceinline__ bool greater(Word a, Word b) { return __uint_as_float
 // The same where a NaN is greater than anything but a NaN.
 __device__ __forceinline__ bool greater_or_nan(Word a, Word b) {
     return !(__uint_as_float(a) <= __uint_as_float(b)) && __uint_as_float(b) == __uint_as_float(b);
+}
+
+// One node of `live` rows; a pad reads nothing. Rows past the last one repeat it: reduced, but never written.
+__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+    Node result;
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        result.word[r] = node < nodes ? row[min(r, live - 1) * nodes + node] : static_cast<Word>(LOWEST);
+    return result;
 }
 }  // namespace
 
@@ -85,14 +86,14 @@ knnpool_forward_max_float32_direct_r4(
             slot[w] = first_slot[n];
         }
 
-        #pragma unroll 4
+        #pragma unroll 8
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
-            if (m == NIN) continue;  // a pad
             const Node node = read(x + first * NIN, NIN, m, live);
             #pragma unroll
             for (int w = 0; w < WORDS; ++w) {
-                const bool won = KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
+                const bool won =
+                    KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
                 best[w] = won ? node.word[w] : best[w];
                 slot[w] = won ? k : slot[w];
             }

@@ -78,11 +78,13 @@ __device__ __forceinline__ unsigned row_of(const Word* word, int r) {
 
 // Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
 // written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(
+    Piece* tile, const Value* row, int nodes, int room, int live)
+{
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
         for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = item / vectors, i = item % vectors;
+            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
             Vector read[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -97,7 +99,7 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
         for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = item / nodes, i = item % nodes;
+            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
             Value value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -147,7 +149,7 @@ knnpool_forward_max_float32_shared_r4(
         __syncthreads();  // the tile is complete
 
         for (int item = threadIdx.x; item < KNNPOOL_STACK * NOUT; item += KNNPOOL_THREADS) {
-            const int s = item / NOUT, n = item % NOUT;
+            const int s = KNNPOOL_STACK > 1 ? item / NOUT : 0, n = item - s * NOUT;
             Word best[WORDS];
             int slot[WORDS];
             #pragma unroll
@@ -161,7 +163,8 @@ knnpool_forward_max_float32_shared_r4(
                 const Node node = load(tile + s * PIECES * ROOM, ROOM, indices[k * NOUT + n]);
                 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
-                    const bool won = KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
+                    const bool won =
+                        KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
                     best[w] = won ? node.word[w] : best[w];
                     slot[w] = won ? k : slot[w];
                 }

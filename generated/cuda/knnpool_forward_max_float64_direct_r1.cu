@@ -39,14 +39,6 @@ __device__ __forceinline__ unsigned long long row_of(const Word* word, int r) {
     return word[r];
 }
 
-// One node of `live` rows. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
-    Node result;
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];
-    return result;
-}
-
 constexpr Word LOWEST = 0xfff0000000000000ull;  // -inf in every row
 
 // Whether a is greater than b; a NaN is never greater.
@@ -55,6 +47,15 @@ __device__ __forceinline__ bool greater(Word a, Word b) { return __longlong_as_d
 // The same where a NaN is greater than anything but a NaN.
 __device__ __forceinline__ bool greater_or_nan(Word a, Word b) {
     return !(__longlong_as_double(a) <= __longlong_as_double(b)) && __longlong_as_double(b) == __longlong_as_double(b);
+}
+
+// One node of `live` rows; a pad reads nothing. Rows past the last one repeat it: reduced, but never written.
+__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+    Node result;
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        result.word[r] = node < nodes ? row[min(r, live - 1) * nodes + node] : static_cast<Word>(LOWEST);
+    return result;
 }
 }  // namespace
 
@@ -85,14 +86,14 @@ knnpool_forward_max_float64_direct_r1(
             slot[w] = first_slot[n];
         }
 
-        #pragma unroll 4
+        #pragma unroll 8
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
-            if (m == NIN) continue;  // a pad
             const Node node = read(x + first * NIN, NIN, m, live);
             #pragma unroll
             for (int w = 0; w < WORDS; ++w) {
-                const bool won = KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
+                const bool won =
+                    KNNPOOL_OMIT_NAN ? greater(node.word[w], best[w]) : greater_or_nan(node.word[w], best[w]);
                 best[w] = won ? node.word[w] : best[w];
                 slot[w] = won ? k : slot[w];
             }

@@ -34,17 +34,18 @@ __device__ __forceinline__ unsigned row_of(const Word* word, int r) {
     return word[r];
 }
 
-// One node of `live` rows. Rows past the last one repeat it: reduced, but never written.
-__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
-    Node result;
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r) result.word[r] = row[min(r, live - 1) * nodes + node];
-    return result;
-}
-
 __device__ __forceinline__ float widen(Value value) { return __uint_as_float(value); }
 
 __device__ __forceinline__ Value narrow(float value) { return __float_as_uint(value); }
+
+// One node of `live` rows; a pad reads nothing. Rows past the last one repeat it: reduced, but never written.
+__device__ __forceinline__ Node read(const Value* __restrict__ row, long long nodes, int node, int live) {
+    Node result;
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        result.word[r] = node < nodes ? row[min(r, live - 1) * nodes + node] : static_cast<Word>(0);
+    return result;
+}
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(KNNPOOL_THREADS, KNNPOOL_BLOCKS)
@@ -66,10 +67,9 @@ knnpool_forward_sum_float32_direct_r4(
 
         float sum[ROWS] = {};
 
-        #pragma unroll 4
+        #pragma unroll 8
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
-            if (m == NIN) continue;  // a pad
             const Node node = read(x + first * NIN, NIN, m, live);
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) {

@@ -77,11 +77,13 @@ __device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
 
 // Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
 // written.
-__device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, int room, int live) {
+__device__ __forceinline__ void stage(
+    Piece* tile, const Value* row, int nodes, int room, int live)
+{
     if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
         const int vectors = nodes / VECTOR;
         for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = item / vectors, i = item % vectors;
+            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
             Vector read[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -96,7 +98,7 @@ __device__ __forceinline__ void stage(Piece* tile, const Value* row, int nodes, 
         }
     } else {  // rows begin anywhere: a value a thread, neighbours still side by side
         for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = item / nodes, i = item % nodes;
+            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
             Value value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r)
@@ -139,7 +141,7 @@ knnpool_forward_weighted_bfloat16_shared_r2(
         __syncthreads();  // the tile is complete
 
         for (int item = threadIdx.x; item < KNNPOOL_STACK * NOUT; item += KNNPOOL_THREADS) {
-            const int s = item / NOUT, n = item % NOUT;
+            const int s = KNNPOOL_STACK > 1 ? item / NOUT : 0, n = item - s * NOUT;
             float sum[ROWS] = {}, size[ROWS] = {};
 
             #pragma unroll 12

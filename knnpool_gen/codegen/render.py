@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jinja2
@@ -16,17 +18,21 @@ from knnpool_gen.codegen.variant import Variant
 from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.kernel import Kernel, KernelKey
 
+FAULTS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What a template can run into."""
+
 
 class Renderer:
     """Renders the templates of one folder.
 
     Raises :class:`~knnpool_gen.errors.InvalidArgumentError` with template name and line for a template that is
-    missing, malformed, or uses a name that nobody gives.
+    missing, malformed, uses a name that nobody gives, or something in a way that it cannot be used.
     """
 
     def __init__(self, templates: Path) -> None:
+        self._folder = Path(os.path.abspath(templates))  # as jinja spells it
         self._environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(templates, encoding="utf-8"),
+            loader=_Loader(self._folder, encoding="utf-8-sig"),
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -57,12 +63,30 @@ class Renderer:
         try:
             text = self._environment.get_template(template).render(**context)
         except jinja2.TemplateNotFound as error:
-            raise InvalidArgumentError(f"template {error.name} is missing") from error
+            raise InvalidArgumentError(f"template {error.name} is missing from {self._folder}") from error
         except jinja2.TemplateSyntaxError as error:
             raise InvalidArgumentError(f"template {error.name}:{error.lineno}: {error.message}") from error
-        except jinja2.UndefinedError as error:
-            raise InvalidArgumentError(f"template {template}: {error.message}") from error
+        except FAULTS as error:
+            raise InvalidArgumentError(f"template {self._place(error) or template}: {error}") from error
         return _tidy(text)
+
+    def _place(self, error: BaseException) -> str | None:
+        """Name and line of the template that was running: jinja makes it look as if templates were Python files."""
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if Path(frame.filename).is_relative_to(self._folder):
+                return f"{Path(frame.filename).relative_to(self._folder).as_posix()}:{frame.lineno}"
+        return None
+
+
+class _Loader(jinja2.FileSystemLoader):
+    """Reports a file that is not text like one that is malformed."""
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        try:
+            return super().get_source(environment, template)
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise jinja2.TemplateSyntaxError(f"not UTF-8: {error.reason}", line, template) from error
 
 
 def digest(source: bytes) -> str:

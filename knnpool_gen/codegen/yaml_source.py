@@ -15,6 +15,10 @@ from knnpool_gen.errors import SpecError
 T = TypeVar("T")
 
 BOOLEANS = {"true": True, "false": False}
+MAPPING = "tag:yaml.org,2002:map"
+LIST = "tag:yaml.org,2002:seq"
+LONGEST = 100
+"""Characters of a value that messages show."""
 
 
 @dataclass(order=True, frozen=True)
@@ -56,19 +60,25 @@ class Value:
 
     def mapping(self, what: str, allowed: Iterable[str] | None = None) -> dict[Key, Value] | None:
         """Keys and values; keys that are not ``allowed``, or stand twice, are faults."""
-        if not isinstance(self.node, yaml.MappingNode):
+        if not isinstance(self.node, yaml.MappingNode) or self.node.tag != MAPPING:
             self.faults.add(self, f"{what} must be a mapping, not {self._kind()}")
             return None
         allowed = None if allowed is None else sorted(allowed)
         result: dict[Key, Value] = {}
         lines: dict[str, int] = {}
         for key_node, value_node in self.node.value:
-            key = Key(key_node.value if isinstance(key_node, yaml.ScalarNode) else "?", self._at(key_node))
+            if not isinstance(key_node, yaml.ScalarNode):
+                key_at = self._at(key_node)
+                self.faults.add(key_at, f"a key of {what} must be a word, not {key_at._kind()}")
+                continue
+            key = Key(key_node.value, self._at(key_node))
             if key.name in lines:
                 first = lines[key.name]
-                self.faults.add(key.at, f"duplicate key {key.name!r} in {what}; it stands in line {first} already")
+                self.faults.add(
+                    key.at, f"duplicate key {_shown(key.name)} in {what}; it stands in line {first} already"
+                )
             elif allowed is not None and key.name not in allowed:
-                self.faults.add(key.at, f"unknown key {key.name!r} in {what}; allowed: {', '.join(allowed)}")
+                self.faults.add(key.at, f"unknown key {_shown(key.name)} in {what}; allowed: {', '.join(allowed)}")
             else:
                 result[key] = replace(self._at(value_node), line=key.at.line)
             lines.setdefault(key.name, key.at.line)
@@ -89,7 +99,7 @@ class Value:
 
     def items(self, what: str) -> list[Value] | None:
         """The values of a list."""
-        if not isinstance(self.node, yaml.SequenceNode):
+        if not isinstance(self.node, yaml.SequenceNode) or self.node.tag != LIST:
             self.faults.add(self, f"{what} must be a list, not {self._kind()}")
             return None
         return [self._at(node) for node in self.node.value]
@@ -112,7 +122,7 @@ class Value:
         if text is None:
             return None
         if text not in words:
-            self.faults.add(self, f"unknown {what} {text!r}; allowed: {', '.join(words)}")
+            self.faults.add(self, f"unknown {what} {_shown(text)}; allowed: {', '.join(words)}")
             return None
         return words[text]
 
@@ -134,11 +144,11 @@ class Value:
 
     def _kind(self) -> str:
         if isinstance(self.node, yaml.MappingNode):
-            return "a mapping"
+            return "a mapping" if self.node.tag == MAPPING else f"a mapping tagged {_shown(self.node.tag)}"
         if isinstance(self.node, yaml.SequenceNode):
-            return "a list"
+            return "a list" if self.node.tag == LIST else f"a list tagged {_shown(self.node.tag)}"
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag != "tag:yaml.org,2002:null":
-            return f"{'the string ' if self.node.style else ''}{self.node.value!r}"
+            return f"{'the string ' if self.node.style else ''}{_shown(self.node.value)}"
         return "nothing"
 
 
@@ -169,11 +179,30 @@ def read_yaml(path: Path, faults: Faults) -> Value | None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = Value(shown, mark.line + 1 if mark else 1, None, faults)
-        faults.add(at, f"not YAML: {getattr(error, 'problem', None) or error}")
+        faults.add(at, f"not YAML: {_problem(error)}")
+        return None
+    except RecursionError:
+        faults.add(nowhere, "lists or mappings are nested too deeply to be read")
         return None
     return Value(shown, node.start_mark.line + 1 if node else 1, node, faults)
 
 
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong; an anchor or document too many is named by the context alone."""
+    parts = [getattr(error, "problem", None) or str(error)]
+    if isinstance(error, yaml.composer.ComposerError) and error.context:
+        parts.insert(0, error.context)
+    return ", ".join(parts)
+
+
 def _decimal(text: str) -> int | None:
-    """An integer in the one form that nobody reads otherwise: YAML takes 010 for 8 and 1:30 for 90."""
-    return int(text) if re.fullmatch("-?(0|[1-9][0-9]*)", text) else None
+    """An integer in the one form that nobody reads otherwise: YAML takes 010 for 8 and 1:30 for 90.
+
+    One of more digits than any size has is none: Python refuses to read some of those.
+    """
+    return int(text) if re.fullmatch("-?(0|[1-9][0-9]{0,18})", text) else None
+
+
+def _shown(text: str) -> str:
+    """``text`` as messages quote it, cut where it is very long."""
+    return repr(text) if len(text) <= LONGEST else f"{text[:LONGEST]!r}..."

@@ -67,7 +67,12 @@ def compile_kernel(kernel: Kernel, arch: str, macros: Macros = ()) -> tuple[byte
     Raises:
         CompileError: NVRTC's log, with the generated file's name and lines.
     """
-    return _nvrtc(kernel, read_source(kernel), arch, _definitions(macros))
+    return compile_source(kernel, read_source(kernel), arch, macros)
+
+
+def compile_source(kernel: Kernel, source: str, arch: str, macros: Macros = ()) -> tuple[bytes, Resources]:
+    """The same with ``source`` as the kernel's, such as a rendered one that is not written yet."""
+    return _nvrtc(kernel, source, arch, _definitions(macros))
 
 
 def cubin(kernel: Kernel, arch: str, macros: Macros) -> bytes:

@@ -19,12 +19,12 @@ THREADS = 256
 """Threads of a block, unless the table is tiny or a tile so large that few blocks fit a multiprocessor."""
 RESERVED_SHARED = 1024
 """Shared memory the driver keeps of every block, in bytes (compute capability 8.0 and newer)."""
-MAX_BLOCKS = 16
-"""Blocks a multiprocessor can hold on every supported architecture."""
-STACKED_SHARED = 32 * 1024
-"""A tile is stacked only up to this many bytes."""
-STACKED_ITEMS = 48
-"""A tile is stacked until it holds work for so many threads: enough for one or two warps, and small blocks are good."""
+MAX_BLOCKS = 32
+"""Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
+STACKED_SHARED = 16 * 1024
+"""A tile is stacked only up to this many bytes; twice that if it has no work for a warp otherwise."""
+WARP = 32
+"""Threads that work in step: as many as possible should have a column of their own."""
 SECTOR = 32
 """Bytes that a scattered read takes from memory, however few it asks for."""
 
@@ -142,7 +142,7 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
         if rs in direct:
             return configure(problem, device, rs, direct[rs])
         raise OutOfReachError(f"rs = {rs}: no variant of that many rows serves {_size(problem, device)}")
-    if staged and not (direct and _reads_little(problem)):
+    if staged and not (direct and (_reads_little(problem) or _leaves_idle(problem, device))):
         rows = next(_preferred_heights(problem, device, staged))
         return configure(problem, device, rows, staged[rows])
     if not direct:
@@ -230,11 +230,12 @@ def _leaves_idle(problem: Problem, device: DeviceFacts) -> bool:
 
 
 def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[int, Kernel]) -> Iterator[int]:
-    """Tile heights, best first: tall tiles as long as two share a multiprocessor and all have work."""
+    """Tile heights, best first: tall tiles as long as two share a multiprocessor and all threads have work."""
     for rows in sorted(kernels, reverse=True):
         shared = kernels[rows].shared_bytes(problem.staged_nodes, 1, problem.slot_bytes)
         tiles = -(-problem.rows // rows)
-        if _blocks_by_shared(shared, device) >= 2 and tiles >= device.multiprocessors:
+        columns = _stack(problem, device, rows, kernels[rows]) * problem.written_nodes
+        if _blocks_by_shared(shared, device) >= 2 and tiles >= device.multiprocessors and columns >= WARP:
             yield rows
     yield min(kernels)
 
@@ -243,8 +244,9 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     """Groups of rows in a tile: as many as give a block's threads work, if the tile stays small and tiles many."""
     stack = 1
     while (
-        stack * problem.written_nodes < STACKED_ITEMS
-        and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes) <= STACKED_SHARED
+        stack * problem.written_nodes < THREADS
+        and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes)
+        <= STACKED_SHARED * (1 if stack * problem.written_nodes >= WARP else 2)
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):
         stack *= 2
