@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knnpool_gen.errors import InvalidArgumentError, UnknownModeError
+from knnpool_gen.errors import InvalidArgumentError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.runtime.weights import PoolWeights, prepare_weights
 from knnpool_gen.vocabulary import Mode, NanRule
@@ -32,7 +32,7 @@ class Reduction:
     normalize: bool = False
     """Whether a weighted sum is divided by (the sum of the weights used + 1e-8)."""
     empty_value: float | None = None
-    """The value of an empty column, if not the mode's own."""
+    """The value of an empty column, if not the mode's own; one that the dtype of the call can hold."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,5 +72,13 @@ def make_reduction(
         omit_nan=rule is NanRule.OMIT,
         weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
         normalize=bool(normalize_weights),
-        empty_value=None if empty_value is None else float(empty_value),
+        empty_value=None if empty_value is None else _rounded(empty_value, dtype),
     )
+
+
+def _rounded(empty_value: float, dtype: torch.dtype) -> float:
+    """``empty_value`` as ``dtype`` holds it: -1e9 is -inf in float16."""
+    try:
+        return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}") from None

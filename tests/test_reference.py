@@ -327,16 +327,6 @@ def test_nothing_of_size_k_is_made(mode: Mode) -> None:
     assert largest.numel == rows * nin
 
 
-@pytest.mark.parametrize("mode", [Mode.SUM, Mode.WEIGHTED])
-def test_modes_to_come(mode: Mode) -> None:
-    meta = pool_meta_from_indices(torch.tensor([[0]]), 1)
-    message = f"mode '{mode.value}' is not supported yet, only 'max' and 'avg'"
-    with pytest.raises(InvalidArgumentError, match=message):
-        reference_forward(meta, torch.ones(1), mode)
-    with pytest.raises(InvalidArgumentError, match=message):
-        reference_backward(meta, torch.ones(1), None, mode)
-
-
 def test_max_without_aux_has_no_backward() -> None:
     meta = pool_meta_from_indices(torch.tensor([[0]]), 1)
     with pytest.raises(InvalidArgumentError, match="'max' needs the aux"):
