@@ -88,7 +88,8 @@ def list_variants(
     if problem is not None:
         _list_choices(*problem, rows, as_json)
         return
-    entries = _select_variants(None)
+    with _errors():
+        entries = _select_variants(None)
     if as_json:
         _print_json([_describe(key, kernel) for key, kernel in entries])
         return
@@ -171,10 +172,12 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare variants with the reference, bit for bit, on this machine's GPU or in emulation."""
+    with _errors():
+        chosen = _select_variants(variants)  # before torch is loaded
+
     from knnpool_gen.verification import Verdict, choose_backend, verify_kernel
 
     with _errors():
-        chosen = _select_variants(variants)
         backend = choose_backend(emulate, sanitizer)
         verdicts: list[Verdict] = []
         for key, kernel in _progress(chosen, len(chosen), f"verifying ({backend.name})"):

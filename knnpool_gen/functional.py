@@ -54,16 +54,18 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
 
     Reads ``layer.mode``, ``layer.knn_indices_pad_token`` and ``layer.knn_pad_token_val`` (or the number of
     ``layer.in_coords``); for the mode gaussian, ``layer.gaussian_weights``. Returns None when the caller should use
-    its own path: a mode, dtype or size that has no kernel. A layer that lacks these attributes, a bad table and an
-    ``x`` of another size are errors.
+    its own path: a mode, dtype or size that has no kernel, or weights that are to be learnt. A layer without a table,
+    a bad table and an ``x`` of another size are errors.
     """
     meta = ensure_pool_metadata(layer, x.device)
     try:
         check_input(meta, x)
         if layer.mode == "gaussian":
-            weights = layer.gaussian_weights
-            if weights.requires_grad:
-                weights = weights.detach()
+            weights = getattr(layer, "gaussian_weights", None)
+            if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
+                return None
+            # A detached tensor is a new one on every call, and nothing derived would be found again.
+            weights = weights.detach() if weights.requires_grad else weights
             reduction = make_reduction(meta, x.dtype, Mode.WEIGHTED.value, weights=weights, normalize_weights=True)
         else:
             reduction = make_reduction(meta, x.dtype, layer.mode)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError
-from knnpool_gen.pooling import backward, check_input, forward
-from knnpool_gen.reduction import Reduction, make_reduction
+from knnpool_gen.pooling import backward, check_input, divisor_without_nan, forward, undivided
+from knnpool_gen.reduction import Reduction, accumulate_dtype, make_reduction
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.vocabulary import Mode
 
@@ -59,23 +59,35 @@ class _KNNPoolGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
         aux, x = ctx.saved_tensors
         if ctx.reduction.mode is Mode.MAX:
-            return _winners_of(grads[0], aux, ctx.meta), None, None, None, None
-        grad = grads[0] if x is None else grads[0].masked_fill(x.isnan(), torch.nan)
-        pooled = KNNPoolFunction.apply(  # type: ignore[no-untyped-call]
-            grad, ctx.meta, replace(ctx.reduction, empty_value=None), False
-        )
-        # An average of nothing is NaN, yet nothing flows through it.
-        if ctx.reduction.mode is Mode.AVG:
-            used = torch.ones_like(grad) if x is None else (~x.isnan()).to(grad.dtype)
-            plain = Reduction(Mode.SUM, omit_nan=False)
-            pooled = pooled.masked_fill(forward(ctx.meta, used, plain, False)[0] == 0, 0.0)
+            pooled = _winners_of(grads[0], aux, ctx.meta)
+        elif x is None:
+            pooled = _apply(grads[0], ctx.meta, replace(ctx.reduction, empty_value=None))
+            if ctx.reduction.mode is Mode.AVG:  # of nothing it is NaN, yet nothing flows through it
+                pooled = pooled.masked_fill(ctx.meta.count == 0, 0)
+        else:
+            pooled = _pooled_without(x, grads[0], ctx.meta, ctx.reduction)
         return pooled, None, None, None, None
+
+
+def _apply(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
+    y: Tensor = KNNPoolFunction.apply(x, meta, reduction, False)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _pooled_without(x: Tensor, values: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
+    """``values`` pooled where ``x`` is not NaN; a NaN among those is as good as any value."""
+    dtype = accumulate_dtype(values.dtype)
+    pooled = _apply(values.masked_fill(x.isnan(), 0).to(dtype), meta, undivided(reduction))
+    size = divisor_without_nan(meta, x, reduction, dtype)
+    if size is not None:
+        pooled = pooled / size.masked_fill(size == 0, torch.inf)  # an average of nothing
+    return pooled.to(values.dtype)
 
 
 def _winners_of(x: Tensor, aux: Tensor, meta: PoolMeta) -> Tensor:
     """``x`` at the node in the winning slot of each column ``[..., Nout]``; 0 for an empty column."""
-    if meta.rev_kn.numel() == 0:  # and perhaps no slot or node that could be indexed
-        return x.new_zeros(*x.shape[:-1], meta.nout)
+    if meta.k == 0 or meta.nin == 0:
+        return x.new_zeros((*x.shape[:-1], meta.nout))  # no entry to look at
     empty = meta.count == 0
     slots = aux.long().masked_fill(empty, 0)
     table = meta.indices_i64.masked_fill(meta.indices_i64 >= meta.nin, 0)

@@ -142,19 +142,27 @@ def backward(
 
 def _backward_without_nan(meta: PoolMeta, grad_y: Tensor, reduction: Reduction, x: Tensor, rs: int | None) -> Tensor:
     """The gradient where NaN inputs were left out: they get none, and what a sum was divided by differs by row."""
-    nan = x.isnan()
-    plain = replace(reduction, omit_nan=False, normalize=False, empty_value=None)
-    divided = reduction.mode is Mode.AVG or reduction.normalize
-    if not divided:
-        return backward(meta, grad_y, None, plain, None, rs).masked_fill_(nan, 0)
-    if reduction.mode is Mode.AVG:
-        plain = replace(plain, mode=Mode.SUM)
-    dtype = accumulate_dtype(grad_y.dtype)
-    size, _ = forward(meta, (~nan).to(dtype), plain, False, rs)
-    if reduction.normalize:
-        size += EPSILON
-    share = grad_y.to(dtype) / size
-    return backward(meta, share, None, plain, None, rs).to(grad_y.dtype).masked_fill_(nan, 0)
+    size = divisor_without_nan(meta, x, reduction, accumulate_dtype(grad_y.dtype), rs)
+    share = grad_y if size is None else grad_y.to(size.dtype) / size
+    return backward(meta, share, None, undivided(reduction), None, rs).to(grad_y.dtype).masked_fill_(x.isnan(), 0)
+
+
+def undivided(reduction: Reduction) -> Reduction:
+    """The sum in ``reduction``, of all its terms and before it is divided by anything."""
+    mode = Mode.SUM if reduction.mode is Mode.AVG else reduction.mode
+    return replace(reduction, mode=mode, omit_nan=False, normalize=False, empty_value=None)
+
+
+def divisor_without_nan(
+    meta: PoolMeta, x: Tensor, reduction: Reduction, dtype: torch.dtype, rs: int | None = None
+) -> Tensor | None:
+    """What each sum is divided by where NaN inputs are left out, ``[..., Nout]`` in ``dtype``; None if by nothing."""
+    if reduction.mode is not Mode.AVG and not reduction.normalize:
+        return None
+    # Left out here too, not multiplied by 0: their weights may be anything.
+    used = torch.ones_like(x, dtype=dtype).masked_fill_(x.isnan(), torch.nan)
+    size, _ = forward(meta, used, replace(undivided(reduction), omit_nan=True), False, rs)
+    return size + EPSILON if reduction.normalize else size
 
 
 def _check_rs(rs: int | None) -> None:

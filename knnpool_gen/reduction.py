@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ class Reduction:
     normalize: bool = False
     """Whether a weighted sum is divided by (the sum of the weights used + 1e-8)."""
     empty_value: float | None = None
-    """The value of an empty column, if not the mode's own."""
+    """The value of an empty column, if not the mode's own; one that the dtype of the call can hold."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -69,22 +67,18 @@ def make_reduction(
         )
     if normalize_weights and weights is None:
         raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
-    if empty_value is not None:
-        empty_value = _checked_value(empty_value, dtype)
     return Reduction(
         mode=chosen,
         omit_nan=rule is NanRule.OMIT,
         weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
         normalize=bool(normalize_weights),
-        empty_value=empty_value,
+        empty_value=None if empty_value is None else _rounded(empty_value, dtype),
     )
 
 
-def _checked_value(value: SupportsFloat, dtype: torch.dtype) -> float:
+def _rounded(empty_value: float, dtype: torch.dtype) -> float:
+    """``empty_value`` as ``dtype`` holds it: -1e9 is -inf in float16."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise UnsupportedTypeError(f"empty_value must be a number, not {value!r}") from None
-    if torch.finfo(dtype).max < abs(number) < math.inf:
-        raise InvalidArgumentError(f"empty_value = {number} is beyond {dtype}")
-    return number
+        return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}") from None

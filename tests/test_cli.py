@@ -343,15 +343,16 @@ def test_a_missing_source(run: Run, edited: Path) -> None:
     assert run("show", NAME) == Ended(2, "", f"knnpool-gen: {message}\n")
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("show", NAME), ("compile",), ("verify", "--emulate")], ids=str)
-def test_a_dispatch_table_that_cannot_be_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
-    monkeypatch.setitem(sys.modules, "knnpool_gen.generated.dispatch", None)
-    ended = run(*arguments)
-    assert (ended.code, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("knnpool-gen: generated/dispatch.py cannot be loaded (")
-    assert ended.stderr.endswith(f"); {REPAIR}\n")
+@pytest.mark.parametrize("command", ["list", "show", "compile", "verify"])
+def test_a_dispatch_table_that_cannot_be_loaded(command: str) -> None:
+    program = (
+        "import sys; sys.modules['knnpool_gen.generated.dispatch'] = None\n"
+        f"from knnpool_gen.cli import app; app({[command, *([] if command == 'list' else [NAME])]})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("knnpool-gen: generated/dispatch.py cannot be loaded (")
+    assert done.stderr.endswith(f"); {REPAIR}\n")
 
 
 # --- compile
@@ -494,7 +495,7 @@ def test_sanitizers_that_cannot_be_had(run: Run, options: list[str], message: st
 def test_wrong_usage(run: Run, arguments: tuple[str, ...]) -> None:
     ended = run(*arguments)
     assert (ended.code, ended.stdout) == (2, "")
-    assert "Usage: " in ended.stderr
+    assert "Error" in ended.stderr
 
 
 @pytest.mark.parametrize("command", [(), ("regenerate",), ("list",), ("show",), ("compile",), ("verify",)], ids=str)

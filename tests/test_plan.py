@@ -65,6 +65,8 @@ def test_a_plan_by_hand() -> None:
     slot_1 = 1 << 24
     assert meta.rev_kn.tolist() == [2, slot_1 | 0, 0, 3, slot_1 | 3]
     assert meta.first_slot.tolist() == [0, 255, 0, 0]
+    assert meta.gather_indices.tolist() == meta.indices.tolist()
+    assert meta.empty_columns.tolist() == [1]
 
 
 def test_the_types_of_a_plan() -> None:
@@ -134,6 +136,61 @@ def test_slots_from_128_on_are_negative_as_int32() -> None:
     assert meta.rev_kn[127] == 127 << 24
     assert meta.rev_kn[128] == (128 << 24) - 2**32
     assert meta.rev_kn.to(torch.int64)[129] & 0xFFFFFFFF == 129 << 24
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype", "none"),
+    [
+        (0, torch.uint8, 255),
+        (254, torch.uint8, 255),
+        (255, torch.uint8, 255),
+        (256, torch.int16, -1),
+        (257, torch.int16, -1),
+        (32767, torch.int16, -1),
+        (32768, torch.int32, -1),
+    ],
+)
+def test_the_type_of_slots(k: int, dtype: torch.dtype, none: int) -> None:
+    """Column 0 is empty, column 1 has its last slot only, column 2 all."""
+    table = torch.ones(k, 3, dtype=torch.int64)
+    table[-1:, 1] = 0
+    table[:, 2] = 0
+    meta = pool_meta_from_indices(table, 1)
+    assert meta.first_slot.dtype == dtype
+    assert meta.first_slot.tolist() == ([none, k - 1, 0] if k else [none] * 3)
+    assert meta.empty_columns.tolist() == ([0] if k else [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("nin", "dtype"),
+    [(65534, torch.int16), (65535, torch.int16), (65536, torch.int32), (65537, torch.int32)],
+)
+def test_the_type_of_indices(nin: int, dtype: torch.dtype) -> None:
+    entries = [0, 32767, 32768, nin - 1, nin, nin + 1]
+    meta = pool_meta_from_indices(torch.tensor([entries]), nin)
+    assert meta.gather_indices.dtype == dtype
+    as_read = meta.gather_indices.view(torch.uint16) if dtype == torch.int16 else meta.gather_indices
+    assert as_read.tolist() == [[*entries[:-1], nin]]
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(255, torch.int32), (256, torch.int32), (257, torch.int64)])
+def test_the_type_of_reverse_entries_by_k(k: int, dtype: torch.dtype) -> None:
+    meta = pool_meta_from_indices(torch.zeros(k, 2, dtype=torch.int64), 1)
+    assert meta.rev_kn.dtype == dtype
+    slots, nodes = meta.unpack(meta.rev_kn)
+    assert slots.tolist() == [slot for slot in range(k) for _ in range(2)]
+    assert nodes.tolist() == [0, 1] * k
+    if dtype == torch.int64:
+        assert meta.rev_kn.tolist() == [slot << 32 | node for slot in range(k) for node in range(2)]
+
+
+@pytest.mark.parametrize(("nout", "dtype"), [(2**24, torch.int32), (2**24 + 1, torch.int64)])
+def test_the_type_of_reverse_entries_by_nout(nout: int, dtype: torch.dtype) -> None:
+    table = torch.ones(1, nout, dtype=torch.uint8)  # pads, but for the last nodes
+    table[0, -2:] = 0
+    meta = pool_meta_from_indices(table, 1)
+    assert meta.rev_kn.dtype == dtype
+    assert [part.tolist() for part in meta.unpack(meta.rev_kn)] == [[0, 0], [nout - 2, nout - 1]]
 
 
 def test_the_fields_are_those_of_the_seed() -> None:
@@ -255,8 +312,9 @@ def test_function_transforms_leave_no_mark() -> None:
 
     torch.func.grad(function)(torch.ones(3))
     torch.func.vmap(function)(torch.ones(2, 3))
+    assert len(built) == 2
     for meta in built:
-        assert all(tensor.data_ptr() for tensor in tensors_of(meta).values() if tensor.numel())
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors_of(meta).values())
 
 
 # What is refused.
@@ -310,6 +368,8 @@ def test_nin_is_checked() -> None:
 @pytest.mark.parametrize(
     ("shape", "nin", "message"),
     [
+        ((1, 2**31), 3, "K * Nout = 2147483648 is not supported, at most 2147483647"),
+        ((2**31, 1), 3, "K * Nout = 2147483648 is not supported, at most 2147483647"),
         ((255, 2**23 + 2**16), 3, "K * Nout = 2155806720 is not supported, at most 2147483647"),
         ((1, 1), 2**31, "Nin = 2147483648 is not supported, at most 2147483647"),
     ],

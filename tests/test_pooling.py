@@ -676,23 +676,6 @@ def test_copies_and_files_of_a_layer(mode: str, used: bool) -> None:
     assert_same_bits(fresh(x), expected)
 
 
-def test_gaussian_weights_that_are_trained() -> None:
-    """Nothing flows into them yet, and they are not an error."""
-    layer = Layer("gaussian")
-    weights = layer.gaussian_weights
-    del layer.gaussian_weights
-    layer.gaussian_weights = nn.Parameter(weights)
-    x = torch.randn(2, NIN, requires_grad=True)
-    y = layer(x)
-    assert_same_bits(y.detach(), Layer("gaussian")(x).detach())
-    y.sum().backward()
-    assert layer.gaussian_weights.grad is None
-    with torch.no_grad():
-        layer.gaussian_weights.mul_(torch.arange(1.0, 5.0))
-    layer.gaussian_weights.requires_grad_(False)
-    assert_same_bits(layer(x).detach(), expected_of(layer, x).detach())
-
-
 def test_what_is_derived_from_gaussian_weights_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from knnpool_gen.runtime import weights as module
 
@@ -728,10 +711,6 @@ def test_mistakes_on_layers_are_errors() -> None:
         optimized_pool_forward(layer, x)
     del layer.knn_indices_pad_token
     with pytest.raises(UnsupportedTypeError, match=r"^Layer has no knn_indices_pad_token"):
-        optimized_pool_forward(layer, x)
-    layer = Layer("gaussian")
-    del layer.gaussian_weights
-    with pytest.raises(AttributeError, match="gaussian_weights"):
         optimized_pool_forward(layer, x)
     layer = Layer("max")
     del layer.mode

@@ -1,19 +1,23 @@
-"""The reference against what torch offers itself: image pooling, gathers, numerical gradients."""
+"""The reference against what torch and scipy offer: image pooling, gathers, scatters, matrices, gradients."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
+from scipy import sparse
 from torch import Tensor
 
+from knnpool_gen import pool_function
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
 from oracle import reference_backward, reference_forward
-from tables import Table, adversarial_values, assert_same_bits, real_tables, small_tables
+from tables import DTYPES, Table, adversarial_values, assert_same_bits, real_tables, small_tables
 
 MODES = (Mode.MAX, Mode.AVG)
 
@@ -86,6 +90,9 @@ class Window(NamedTuple):
     def avg(self, images: Tensor) -> Tensor:
         return F.avg_pool2d(images, **self._asdict_for_avg(), count_include_pad=False)
 
+    def sum(self, images: Tensor) -> Tensor:
+        return F.avg_pool2d(images, **self._asdict_for_avg(), divisor_override=1)
+
 
 WINDOWS = [
     Window((2, 2), (2, 2)),
@@ -137,6 +144,18 @@ def test_avg_pool2d(window: Window, dtype: torch.dtype, ties: bool) -> None:
     torch.testing.assert_close(grad.reshape(expected_grad.shape), expected_grad)
 
 
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sum_pool2d(window: Window, dtype: torch.dtype) -> None:
+    images = images_of(dtype, ties=False)
+    table = window.table(7, 9)
+    grad_y = torch.randn(2, 3, table.nout, generator=torch.Generator().manual_seed(1))
+    expected_y, expected_grad = values_and_gradient(window.sum, images, grad_y)
+    y, grad = values_and_gradient(lambda x: pool_function(x, table.indices, "sum"), images.flatten(-2), grad_y)
+    assert_same_bits(y.reshape(expected_y.shape), expected_y)
+    torch.testing.assert_close(grad.reshape(expected_grad.shape), expected_grad)
+
+
 def gathered(table: Table, x: Tensor) -> Tensor:
     """``[..., K, Nout]``: what a layer without kernels makes of ``x``, pads as NaN."""
     padded = torch.cat([x, x.new_full((*x.shape[:-1], 1), math.nan)], dim=-1)
@@ -170,6 +189,117 @@ def test_gather(table: Table, mode: Mode) -> None:
     torch.testing.assert_close(y, expected_y, equal_nan=True)
     # Nothing comes from an empty column; the NaN that autograd makes of 0 / 0 stays in the padding.
     torch.testing.assert_close(grad, expected_grad)
+
+
+SOME_TABLES = [t for t in small_tables() + real_tables() if t.k and t.nout and t.nout < 1000]
+any_table = pytest.mark.parametrize("table", SOME_TABLES, ids=str)
+
+
+@any_table
+@pytest.mark.parametrize("mode", ["avg", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nanmean_and_nansum(table: Table, mode: str, dtype: torch.dtype) -> None:
+    """NaN is left out of sum, count and gradient, as torch leaves it out of the gathered values."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, table.nin, dtype=dtype, generator=generator)
+    x[torch.rand(x.shape, generator=generator) < 0.4] = math.nan
+    grad_y = torch.randn(2, 3, table.nout, dtype=dtype, generator=generator)
+    function = torch.nanmean if mode == "avg" else torch.nansum
+    expected_y, expected_grad = values_and_gradient(lambda x: function(gathered(table, x), dim=-2), x, grad_y)
+    y, grad = values_and_gradient(lambda x: pool_function(x, table.indices, mode, nan="omit"), x, grad_y)
+    torch.testing.assert_close(y, expected_y, equal_nan=True)
+    assert (grad[x.isnan()] == 0).all()
+    # torch divides 0 by 0 for a NaN of which there is nothing else in its column.
+    torch.testing.assert_close(grad, expected_grad.masked_fill(x.isnan(), 0))
+
+
+def entries_of(table: Table) -> tuple[Tensor, Tensor]:
+    """Input and output node of all that is no pad, slot by slot."""
+    slots, columns = (table.indices < table.nin).nonzero(as_tuple=True)
+    return table.indices[slots, columns], columns
+
+
+def scatter_max(table: Table, x: Tensor) -> Tensor:
+    nodes, columns = entries_of(table)
+    empty = x.new_full((table.nout,), -torch.inf)
+    return empty.scatter_reduce(-1, columns, x[nodes], "amax", include_self=False)
+
+
+@any_table
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_reduce_amax(table: Table, dtype: torch.dtype) -> None:
+    """No NaN, which wins there; of zeros of both signs either may."""
+    for row in adversarial_values(7, table.nin, dtype):
+        x = row.masked_fill(row.isnan(), -torch.inf)
+        assert torch.equal(pool_function(x, table.indices, "max"), scatter_max(table, x))
+
+
+@any_table
+def test_gradient_of_scatter_reduce_amax(table: Table) -> None:
+    """No ties, which share the gradient there."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randperm(table.nin, generator=generator).double()
+    grad_y = torch.randn(table.nout, dtype=torch.float64, generator=generator)
+    _, expected = values_and_gradient(lambda x: scatter_max(table, x), x, grad_y)
+    _, grad = values_and_gradient(lambda x: pool_function(x, table.indices, "max"), x, grad_y)
+    torch.testing.assert_close(grad, expected)
+
+
+@any_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_index_add(table: Table, dtype: torch.dtype) -> None:
+    """It adds one by one in the order it is given, so the bits agree both ways."""
+    nodes, columns = entries_of(table)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(table.nin, dtype=dtype, generator=generator)
+    grad_y = torch.randn(table.nout, dtype=dtype, generator=generator)
+    y, grad = values_and_gradient(lambda x: pool_function(x, table.indices, "sum"), x, grad_y)
+    assert_same_bits(y, torch.zeros_like(grad_y).index_add_(0, columns, x[nodes]))
+    assert_same_bits(grad, torch.zeros_like(x).index_add_(0, nodes, grad_y[columns]))
+
+
+def matrix_of(table: Table, weights: Tensor, normalize: bool) -> sparse.csr_matrix:
+    """Weighted pooling as a matrix, ``[Nout, Nin]``."""
+    nodes, columns = entries_of(table)
+    values = weights.double()[table.indices < table.nin].numpy()
+    matrix = sparse.csr_matrix((values, (columns.numpy(), nodes.numpy())), shape=(table.nout, table.nin))
+    if not normalize:
+        return matrix
+    sums = np.asarray(matrix.sum(1)).ravel()
+    return sparse.diags(1 / (sums + 1e-8)) @ matrix
+
+
+def with_weights() -> list[tuple[Table, Tensor]]:
+    """Random weights, NaN at pads; the large table comes with its own."""
+    pairs = []
+    for table in SOME_TABLES:
+        weights = torch.rand(table.indices.shape, generator=torch.Generator().manual_seed(2)) + 0.1
+        pairs.append((table, weights.masked_fill(table.indices >= table.nin, math.nan)))
+    with np.load(Path(__file__).parent / "data" / "fovi_tables.npz") as arrays:
+        weights = torch.from_numpy(arrays["sampler64__weights"])
+    return [*pairs, *((t, weights) for t in real_tables() if t.name.startswith("sampler64"))]
+
+
+@pytest.mark.parametrize(("table", "weights"), [pytest.param(*pair, id=str(pair[0])) for pair in with_weights()])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_sparse_matrix(table: Table, weights: Tensor, normalize: bool, dtype: torch.dtype) -> None:
+    """Forward the matrix, backward its transpose; within a bound on the sum of the absolute terms."""
+    matrix = matrix_of(table, weights, normalize)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, table.nin, dtype=torch.float64, generator=generator).to(dtype)
+    grad_y = torch.randn(3, table.nout, dtype=torch.float64, generator=generator).to(dtype)
+    y, grad = values_and_gradient(
+        lambda x: pool_function(x, table.indices, "weighted", weights=weights, normalize_weights=normalize), x, grad_y
+    )
+    readers = int(entries_of(table)[0].bincount(minlength=1).max())
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    for actual, factor, given, terms in ((y, matrix, x, table.k), (grad, matrix.T, grad_y, readers)):
+        expected = torch.from_numpy((factor @ given.double().numpy().T).T.copy())
+        absolute = torch.from_numpy((abs(factor) @ given.double().abs().numpy().T).T.copy())
+        # The weights, the products, their sum, the sum of the weights; then the final rounding.
+        bound = 2 * (terms + table.k) * eps * absolute + torch.finfo(dtype).eps * expected.abs()
+        assert ((actual.double() - expected).abs() <= bound + torch.finfo(dtype).smallest_normal).all()
 
 
 @pytest.mark.parametrize("table", real_tables(), ids=str)

@@ -35,7 +35,7 @@ _INTEGER_DTYPES = frozenset(
 
 
 @contextmanager
-def _ordinary_tensors() -> Iterator[None]:
+def ordinary_tensors() -> Iterator[None]:
     """Tensors made inside may outlive the caller's inference mode and functorch transform, as plans do."""
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         yield
@@ -72,7 +72,7 @@ class PoolMeta:
     empty_columns: Tensor = field(init=False, repr=False)
     """int64: the output nodes whose slots are all pads."""
 
-    @_ordinary_tensors()
+    @ordinary_tensors()
     def __post_init__(self) -> None:
         """Derive the tables that the constructor of the seed does not know."""
         dtype = aux_dtype(self.k)
@@ -100,7 +100,7 @@ class PoolMeta:
         self.__dict__.update(state)
         self.__dict__["device"] = self.indices.device
 
-    @_ordinary_tensors()
+    @ordinary_tensors()
     def to(self, device: DeviceLike) -> PoolMeta:
         """This plan on ``device``: itself if it is there already, otherwise a copy."""
         if resolve_device(device) == self.device:
@@ -143,7 +143,7 @@ def _finished(plan: PoolMeta) -> PoolMeta:
     return plan
 
 
-@_ordinary_tensors()
+@ordinary_tensors()
 def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
     """Build the plan of a neighbour table.
 
@@ -160,12 +160,9 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     _check_table(indices)
     nin = _checked_nin(nin)
     k, nout = indices.shape
-    for name, size, limit in (
-        ("K * Nout", k * nout, MAX_INT32),
-        ("Nin", nin, MAX_INT32),
-    ):
-        if size > limit:
-            raise InvalidArgumentError(f"{name} = {size} is not supported, at most {limit}")
+    for name, size in (("K * Nout", k * nout), ("Nin", nin)):
+        if size > MAX_INT32:
+            raise InvalidArgumentError(f"{name} = {size} is not supported, at most {MAX_INT32}")
     device = indices.device if device is None else resolve_device(device)
 
     table = indices.to(device, torch.int64)

@@ -87,5 +87,7 @@ def _facts(table: Tensor) -> tuple[object, ...]:
 
 
 def _contents(table: Tensor) -> Tensor:
-    """A copy that can be compared; not all integer types can."""
-    return table.clone() if table.is_floating_point() else table.to(torch.int64, copy=True)
+    """A copy that can be compared: not all integer types can, and NaN is not equal to itself."""
+    if table.is_floating_point():
+        return table.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return table.to(torch.int64, copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
-from knnpool_gen.runtime.plan import PoolMeta
+from knnpool_gen.runtime.plan import PoolMeta, ordinary_tensors
 from knnpool_gen.runtime.table_cache import TableCache
 
 EPSILON = 1e-8
@@ -28,7 +29,9 @@ class PoolWeights:
     """The same, each divided by (the sum of its column + 1e-8)."""
 
 
-_prepared: TableCache[tuple[weakref.ref[PoolMeta], PoolWeights]] = TableCache()
+_prepared: weakref.WeakKeyDictionary[PoolMeta, TableCache[PoolWeights]] = weakref.WeakKeyDictionary()
+"""What was derived for each plan; it goes with the plan or with the weights, whichever dies first."""
+_lock = threading.Lock()
 
 
 def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
@@ -47,24 +50,23 @@ def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> Pool
         )
     if weights.requires_grad:
         raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
-    key = (id(meta), dtype)
-    owner, prepared = _prepared.get(weights, key, lambda: (weakref.ref(meta), _derive(meta, weights, dtype)))
-    if owner() is not meta:  # another plan has come to lie where the one of the entry was
-        prepared = _derive(meta, weights, dtype)
-    return prepared
+    with _lock:
+        tables = _prepared.setdefault(meta, TableCache())
+    return tables.get(weights, dtype, lambda: _derive(meta, weights, dtype))
 
 
 def clear_weights() -> None:
     """Forget what was derived from weights."""
-    _prepared.clear()
+    with _lock:
+        _prepared.clear()
 
 
+@ordinary_tensors()
 @torch.no_grad()
 def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
-    with torch.inference_mode(False):
-        table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
-        size = table.new_zeros(meta.nout)
-        for row in table:  # slots ascending, as the kernels add
-            size += row
-        slots, nodes = meta.unpack(meta.rev_kn)
-        return PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
+    table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
+    size = table.new_zeros(meta.nout)
+    for row in table:  # slots ascending, as the kernels add
+        size += row
+    slots, nodes = meta.unpack(meta.rev_kn)
+    return PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])

@@ -126,20 +126,41 @@ def test_files_are_readable_by_all(outputs: Outputs, folder: Path) -> None:
     assert (folder / "b.py").stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.parametrize("step", ["fdopen", "chmod", "replace"])
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(
-    outputs: Outputs, folder: Path, monkeypatch: pytest.MonkeyPatch
+    outputs: Outputs, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     orphan(folder, "b.py", "old")
 
-    def refuse(source: str, target: Path) -> None:
-        raise OSError(28, "No space left on device", str(target))
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(folder / "b.py"))
 
-    monkeypatch.setattr(outputs_module.os, "replace", refuse)
+    monkeypatch.setattr(outputs_module.os, step, refuse)
     with pytest.raises(InvalidArgumentError) as caught:
         outputs.write(folder)
     assert str(caught.value) == f"cannot write {folder / 'b.py'}: No space left on device"
     assert isinstance(caught.value.__cause__, OSError)
     assert tree(folder) == {"b.py": b"old"}
+
+
+def test_a_write_that_is_interrupted_leaves_whole_files_and_no_other(
+    outputs: Outputs, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan(folder, "b.py", "old")
+    original = os.replace
+
+    def interrupt(source: str, target: Path) -> None:
+        if target.name == "a.cu":
+            raise KeyboardInterrupt
+        original(source, target)
+
+    monkeypatch.setattr(outputs_module.os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        outputs.write(folder)
+    assert tree(folder) == {"b.py": B.encode()}
+    monkeypatch.undo()
+    assert outputs.write(folder).missing == ("cuda/a.cu",)
+    assert tree(folder) == {"b.py": B.encode(), "cuda/a.cu": A.encode()}
 
 
 # --- orphans
@@ -244,9 +265,9 @@ def test_diff_does_not_depend_on_the_order_of_the_files(folder: Path) -> None:
 def test_diff_marks_a_missing_end_of_line(folder: Path) -> None:
     folder.mkdir()
     (folder / "a").write_text("1")
-    assert Outputs({"a": "1\n"}).diff(folder) == (
-        "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n\\ No newline at end of file\n+1\n"
-    )
+    mark = "\\ No newline at end of file\n"
+    assert Outputs({"a": "1\n"}).diff(folder) == f"--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n{mark}+1\n"
+    assert Outputs({"a": "2"}).diff(folder) == f"--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n{mark}+2\n{mark}"
 
 
 def test_diff_ends_lines_at_lf_alone(folder: Path) -> None:
