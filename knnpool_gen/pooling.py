@@ -142,9 +142,13 @@ def backward(
 
 def _backward_without_nan(meta: PoolMeta, grad_y: Tensor, reduction: Reduction, x: Tensor, rs: int | None) -> Tensor:
     """The gradient where NaN inputs were left out: they get none, and what a sum was divided by differs by row."""
-    size = divisor_without_nan(meta, x, reduction, accumulate_dtype(grad_y.dtype), rs)
-    share = grad_y if size is None else grad_y.to(size.dtype) / size
-    return backward(meta, share, None, undivided(reduction), None, rs).to(grad_y.dtype).masked_fill_(x.isnan(), 0)
+    size = divisor_without_nan(meta, x, reduction, accumulate_dtype(grad_y.dtype))
+    if size is None:
+        grad_x = backward(meta, grad_y, None, undivided(reduction), None, rs)
+    else:  # in a wider dtype, for which rs was not meant
+        share = grad_y.to(size.dtype) / size
+        grad_x = backward(meta, share, None, undivided(reduction), None).to(grad_y.dtype)
+    return grad_x.masked_fill_(x.isnan(), 0)
 
 
 def undivided(reduction: Reduction) -> Reduction:
@@ -153,15 +157,13 @@ def undivided(reduction: Reduction) -> Reduction:
     return replace(reduction, mode=mode, omit_nan=False, normalize=False, empty_value=None)
 
 
-def divisor_without_nan(
-    meta: PoolMeta, x: Tensor, reduction: Reduction, dtype: torch.dtype, rs: int | None = None
-) -> Tensor | None:
+def divisor_without_nan(meta: PoolMeta, x: Tensor, reduction: Reduction, dtype: torch.dtype) -> Tensor | None:
     """What each sum is divided by where NaN inputs are left out, ``[..., Nout]`` in ``dtype``; None if by nothing."""
     if reduction.mode is not Mode.AVG and not reduction.normalize:
         return None
     # Left out here too, not multiplied by 0: their weights may be anything.
     used = torch.ones_like(x, dtype=dtype).masked_fill_(x.isnan(), torch.nan)
-    size, _ = forward(meta, used, replace(undivided(reduction), omit_nan=True), False, rs)
+    size, _ = forward(meta, used, replace(undivided(reduction), omit_nan=True), False)
     return size + EPSILON if reduction.normalize else size
 
 
