@@ -17,8 +17,8 @@ def templates() -> Path:
 
 
 def generated() -> Path:
-    """Folder of the generated files; found without importing them, for they may be out of date."""
-    return _package_folder("knnpool_gen.generated")
+    """Folder of the generated files: beside the specs, whether or not it is there already."""
+    return specs().parent / "generated"
 
 
 def _package_folder(package: str) -> Path:

@@ -233,9 +233,9 @@ class KernelFacts:
     @property
     def resident_threads(self) -> int:
         """Threads of a multiprocessor that the registers must allow: fewer where every node takes many."""
-        if not self.shared or self.node.pieces == 1:
+        if self.node.bytes <= 16:
             return 1024
-        return 768 if self.node.pieces == 2 else 512
+        return 768 if self.node.bytes <= 32 else 512
 
     @property
     def default_blocks(self) -> int:
