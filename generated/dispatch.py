@@ -231,7 +231,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_float32_direct_r4",
         file="cuda/knnpool_forward_max_float32_direct_r4.cu",
-        sha256="c6d7257a4a36546b3c4b5b2acb724b0a69e03f043b2d580bf4fbb502cc612b36",
+        sha256="57cb0d3c3b351f6150f5cbf5966108fbde7144237fc6a51e88226ee78e70e6dd",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -283,7 +283,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_max_float64_direct_r2",
         file="cuda/knnpool_forward_max_float64_direct_r2.cu",
-        sha256="fa1e99621cb839f89955f950c831c6346c736e0903e1fc78b3edd2a8e0b6d58a",
+        sha256="628e3ac575a83537f820fb5a76d52dc337785b1ef3a236258cebdc0261836f2e",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -517,7 +517,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_float32_direct_r4",
         file="cuda/knnpool_forward_avg_float32_direct_r4.cu",
-        sha256="efab86359a33ebb439e8c73f39326c723991a0214421696b79b0c386d474c0ae",
+        sha256="388f108c05dda3c7133b3b9cdf95ff9c9b28a95df71f87e3383a68a5824bdc0d",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -569,7 +569,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_avg_float64_direct_r2",
         file="cuda/knnpool_forward_avg_float64_direct_r2.cu",
-        sha256="3c6508b83bdd112cbd292412a0cbe7dd23765f56e270441303bf08476bf4c641",
+        sha256="d6770b97f6f76723393f50c2c6b6d2545a38f99ff832fe0925eac20c67937372",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -803,7 +803,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_float32_direct_r4",
         file="cuda/knnpool_forward_sum_float32_direct_r4.cu",
-        sha256="61ae04dc6fbc679ad26457e55fc36c937b269cfeda42df6b825350cd3e4dc327",
+        sha256="844c857f8f744e7531e586817fd6b474c11a2900e69ca4e21a61e9e2fbc076eb",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -855,7 +855,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_sum_float64_direct_r2",
         file="cuda/knnpool_forward_sum_float64_direct_r2.cu",
-        sha256="c674215e1b8db86d289a6a209b8dde2c362fc3c5b9343063d2230d4407288880",
+        sha256="085957e2cc05a7add4c5c10553c65a5ae6db3eb598f31b9d70356b6ca63ed94a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -1089,7 +1089,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_float32_direct_r4",
         file="cuda/knnpool_forward_weighted_float32_direct_r4.cu",
-        sha256="1e5aea4be71691538773343e67a461d1432748bf3dcc1077a6c217c1a04fa167",
+        sha256="5a5be03c007b12a65981753c69df379fd2884c2bf40b4326d1e101c763e2ff09",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1141,7 +1141,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_weighted_float64_direct_r2",
         file="cuda/knnpool_forward_weighted_float64_direct_r2.cu",
-        sha256="6cb4101f1e1e88e2f15a3e56f539cdaebf041cef23faab9c52468ba3a46dbe1a",
+        sha256="dbcb6363e1111571f564617e1eeddb50bfd01b573e7829be8b92bcaa2d811272",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,

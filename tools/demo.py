@@ -82,6 +82,8 @@ def compile_all() -> bool:
         f"compiled {len(KERNELS)} variants for {len(ARCHITECTURES)} architectures in {elapsed:.0f} s: "
         f"{len(bad)} failed or spilled, at most {max(result.registers for result in results)} registers"
     )
+    for result in bad:
+        console.print(result.error or f"{result.variant} for {result.arch}: {result.spill_bytes} bytes spilled")
     return not bad
 
 

@@ -71,7 +71,7 @@ knnpool_forward_avg_float32_direct_r4(
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) size[r] = count[n];
 
-        #pragma unroll 8
+        #pragma unroll 4
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
             const Node node = read(x + first * NIN, NIN, m, live);

@@ -86,7 +86,7 @@ knnpool_forward_max_float64_direct_r2(
             slot[w] = first_slot[n];
         }
 
-        #pragma unroll 8
+        #pragma unroll 4
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
             const Node node = read(x + first * NIN, NIN, m, live);

@@ -70,7 +70,7 @@ knnpool_forward_weighted_float32_direct_r4(
 
         float sum[ROWS] = {}, size[ROWS] = {};
 
-        #pragma unroll 8
+        #pragma unroll 4
         for (int k = 0; k < K; ++k) {
             const int m = indices[static_cast<long long>(k) * NOUT + n];
             const Node node = read(x + first * NIN, NIN, m, live);

@@ -228,7 +228,9 @@ class KernelFacts:
     @property
     def unroll(self) -> int:
         """Slots whose nodes are read ahead: a small column at once, if the registers hold its nodes."""
-        return 12 if self.node.pieces == 1 else 4
+        if self.shared:
+            return 12 if self.node.pieces == 1 else 4
+        return 8 if self.node.bytes <= 8 else 4
 
     @property
     def resident_threads(self) -> int:
