@@ -30,7 +30,9 @@ def pool_function(
     """Pool ``x`` ``[..., Nin]`` over the table ``indices`` ``[K, Nout]``, with gradients.
 
     The plan of a table is built on first use and kept as long as the table lives; a table changed in place gets a new
-    one. Options and errors are those of :func:`pool_meta_from_indices` and :func:`pool_forward`.
+    one. What torch does not count as a change (writes through ``.data`` or a numpy view) goes unnoticed until
+    :func:`clear_pool_cache`; the same holds for ``weights``. Options and errors are those of
+    :func:`pool_meta_from_indices` and :func:`pool_forward`.
     """
     if not isinstance(x, Tensor):
         raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
@@ -57,6 +59,8 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
     its own path: a mode, dtype or size that has no kernel, or weights that are to be learnt. A layer without a table,
     a bad table and an ``x`` of another size are errors.
     """
+    if not isinstance(x, Tensor):
+        raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
     meta = ensure_pool_metadata(layer, x.device)
     try:
         check_input(meta, x)

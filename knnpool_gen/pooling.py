@@ -92,6 +92,7 @@ def pool_backward(
         InvalidArgumentError, UnsupportedTypeError, KernelError: as :func:`pool_forward`; also for an ``aux`` or ``x``
             that is missing or has another shape, dtype or device than ``grad_y`` asks for.
     """
+    check_plan(meta)
     _check_tensor("grad_y", grad_y, meta.nout, "Nout", meta)
     _check_rs(rs)
     reduction = make_reduction(meta, grad_y.dtype, mode, nan, None, weights, normalize_weights)
@@ -102,8 +103,17 @@ def pool_backward(
     return backward(meta, grad_y, aux, reduction, x, rs)
 
 
+def check_plan(meta: PoolMeta) -> None:
+    """Raise unless ``meta`` is a plan; the table itself is what people give instead."""
+    if not isinstance(meta, PoolMeta):
+        raise UnsupportedTypeError(
+            f"meta is a {type(meta).__name__}, not a PoolMeta: build one with pool_meta_from_indices(indices, nin)"
+        )
+
+
 def check_input(meta: PoolMeta, x: Tensor) -> None:
     """Raise unless ``x`` is a tensor that ``meta`` can pool."""
+    check_plan(meta)
     _check_tensor("x", x, meta.nin, "Nin", meta)
 
 

@@ -65,19 +65,23 @@ def make_reduction(
         raise InvalidArgumentError(
             "mode 'weighted' needs weights [K, Nout]" if weights is None else f"mode {mode!r} takes no weights"
         )
+    if not isinstance(normalize_weights, bool):
+        raise UnsupportedTypeError(f"normalize_weights must be True or False, not {normalize_weights!r}")
     if normalize_weights and weights is None:
         raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
     return Reduction(
         mode=chosen,
         omit_nan=rule is NanRule.OMIT,
         weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
-        normalize=bool(normalize_weights),
+        normalize=normalize_weights,
         empty_value=None if empty_value is None else _rounded(empty_value, dtype),
     )
 
 
 def _rounded(empty_value: float, dtype: torch.dtype) -> float:
     """``empty_value`` as ``dtype`` holds it: -1e9 is -inf in float16."""
+    if isinstance(empty_value, (bool, str)):
+        raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}")
     try:
         return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
     except (TypeError, ValueError, OverflowError, RuntimeError):

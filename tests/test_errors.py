@@ -26,6 +26,7 @@ from knnpool_gen import (
     StaleDispatchError,
     UnknownModeError,
     UnsupportedTypeError,
+    optimized_pool_forward,
     pool_backward,
     pool_forward,
     pool_function,
@@ -444,3 +445,30 @@ def test_errors_can_be_caught_by_one_name() -> None:
         except knnpool_gen.KNNPoolError as error:
             caught.append(type(error))
     assert caught == [UnknownModeError, UnsupportedTypeError, UnsupportedTypeError]
+
+
+def test_a_table_in_place_of_a_plan() -> None:
+    message = "meta is a Tensor, not a PoolMeta: build one with pool_meta_from_indices(indices, nin)"
+    plan: Any = TABLE
+    refused(lambda: pool_forward(plan, X, "max"), UnsupportedTypeError, TypeError, message)
+    refused(lambda: pool_backward(plan, X, None, "avg"), UnsupportedTypeError, TypeError, message)
+
+
+def test_options_of_the_wrong_type() -> None:
+    no: Any = "no"
+    message = "normalize_weights must be True or False, not 'no'"
+    refused(
+        lambda: pool_forward(META, X, "weighted", weights=WEIGHTS, normalize_weights=no),
+        UnsupportedTypeError,
+        TypeError,
+        message,
+    )
+    message = "empty_value must be a number, not '0'"
+    zero: Any = "0"
+    refused(lambda: pool_forward(META, X, "max", empty_value=zero), UnsupportedTypeError, TypeError, message)
+
+
+def test_a_layer_given_no_tensor() -> None:
+    nothing: Any = [1.0]
+    message = "x is a list, not a torch.Tensor"
+    refused(lambda: optimized_pool_forward(object(), nothing), UnsupportedTypeError, TypeError, message)

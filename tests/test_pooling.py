@@ -31,6 +31,7 @@ from knnpool_gen import (
     pool_forward,
     pool_function,
     pool_meta_from_indices,
+    pooling,
 )
 from tables import DTYPES, Table, adversarial_values, assert_same_bits, small_tables
 
@@ -196,6 +197,7 @@ def test_plain_loops(data: st.DataObject) -> None:
     if mode == "weighted":
         seed = data.draw(st.integers(0, 1000))
         weights = torch.randn(table.indices.shape, generator=torch.Generator().manual_seed(seed))
+        weights *= data.draw(st.sampled_from([1.0, 1e-8, 0.0]))  # so small that what is added to their sum matters
         # Whatever stands at a pad is not read.
         chosen["weights"] = weights.masked_fill(table.indices >= table.nin, NAN)
         chosen["normalize_weights"] = data.draw(st.booleans())
@@ -465,6 +467,23 @@ def test_what_is_saved_for_backward() -> None:
         assert saved_by(lambda mode=mode: pool_function(x, INDICES, mode, **options(mode))) == []
         (kept,) = saved_by(lambda mode=mode: pool_function(x, INDICES, mode, nan="omit", **options(mode)))
         assert kept.data_ptr() == x.data_ptr()
+
+
+def test_winners_are_found_where_a_backward_may_come_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    original = pooling.reference_forward
+
+    def watched(meta: Any, x: Any, reduction: Any, need_aux: bool) -> Any:
+        asked.append(need_aux)
+        return original(meta, x, reduction, need_aux)
+
+    monkeypatch.setattr(pooling, "reference_forward", watched)
+    x = torch.randn(2, NIN)
+    pool_function(x, INDICES, "max")
+    pool_function(x.clone().requires_grad_(), INDICES, "max")
+    with torch.no_grad():
+        pool_function(x.clone().requires_grad_(), INDICES, "max")
+    assert asked == [False, True, False]
 
 
 @any_mode
