@@ -469,7 +469,7 @@ def test_what_is_saved_for_backward() -> None:
         assert kept.data_ptr() == x.data_ptr()
 
 
-def test_winners_are_found_where_a_backward_may_come_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_winning_slots_are_found_only_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     original = pooling.reference_forward
 
