@@ -30,7 +30,7 @@ class KNNPoolFunction(torch.autograd.Function):
         y, aux = forward(meta, x, reduction, need_aux)
         ctx.meta = meta
         ctx.reduction = reduction
-        ctx.save_for_backward(aux, x if reduction.omit_nan and reduction.mode is not Mode.MAX else None)
+        ctx.save_for_backward(aux, x if reduction.backward_reads_x else None)
         return y
 
     @staticmethod

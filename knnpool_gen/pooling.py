@@ -96,9 +96,8 @@ def pool_backward(
     _check_tensor("grad_y", grad_y, meta.nout, "Nout", meta)
     _check_rs(rs)
     reduction = make_reduction(meta, grad_y.dtype, mode, nan, None, weights, normalize_weights)
-    if reduction.mode is Mode.MAX:
-        aux = _check_aux(aux, grad_y, meta)
-    elif reduction.omit_nan:
+    aux = _check_aux(aux, grad_y, meta) if reduction.mode is Mode.MAX else None
+    if reduction.backward_reads_x:
         x = _check_x(x, grad_y, meta)
     return backward(meta, grad_y, aux, reduction, x, rs)
 
@@ -141,10 +140,8 @@ def backward(
 ) -> Tensor:
     """:func:`pool_backward` with arguments that are known to be good."""
     with torch.no_grad():
-        if reduction.omit_nan and reduction.mode is not Mode.MAX and x is not None:
+        if reduction.backward_reads_x and x is not None:
             return _backward_without_nan(meta, grad_y, reduction, x, rs)
-        if reduction.mode is not Mode.MAX:
-            aux = None
         if grad_y.is_cuda:
             return execute.backward(meta, grad_y, aux, reduction, rs)
         return reference_backward(meta, grad_y, aux, reduction)

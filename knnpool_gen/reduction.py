@@ -34,6 +34,11 @@ class Reduction:
     empty_value: float | None = None
     """The value of an empty column, if not the mode's own; one that the dtype of the call can hold."""
 
+    @property
+    def backward_reads_x(self) -> bool:
+        """Whether the gradient depends on which inputs are NaN; for max, ``aux`` knows."""
+        return self.omit_nan and self.mode is not Mode.MAX
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added up."""

@@ -160,6 +160,11 @@ class KernelFacts:
         return self.variant.dtype.accumulate
 
     @property
+    def accumulate_type(self) -> str:
+        """CUDA type of a sum."""
+        return ACCUMULATE_TYPE[self.accumulate]
+
+    @property
     def rows(self) -> int:
         """Rows of a tile."""
         return self.variant.rows
@@ -219,7 +224,7 @@ class KernelFacts:
         if name == "rows":
             return "long long rows"
         if name in TABLES:
-            element = TABLES[name].format(accumulate=ACCUMULATE_TYPE[self.accumulate])
+            element = TABLES[name].format(accumulate=self.accumulate_type)
             return f"const {element}* __restrict__ {name}"
         written = name in ("y", "grad_x") or (name == "aux" and self.forward_aux)
         pointed = "Slot" if name == "aux" else "Value"

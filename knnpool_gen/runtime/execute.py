@@ -31,8 +31,6 @@ def forward(
     aux = None
     if need_aux and reduction.mode is Mode.MAX:
         aux = tensors["aux"] = torch.empty(shape, dtype=aux_dtype(meta.k), device=x.device)
-    if reduction.weights is not None:
-        tensors["weights"] = reduction.weights.weights
     outputs = [tensors["y"]] if aux is None else [tensors["y"], aux]
     _run(Direction.FORWARD, meta, reduction, tensors, outputs, math.prod(x.shape[:-1]), rs)
     return tensors["y"], aux
@@ -45,8 +43,6 @@ def backward(meta: PoolMeta, grad_y: Tensor, aux: Tensor | None, reduction: Redu
     tensors = {"grad_y": grad_y, "grad_x": grad_x}
     if aux is not None:
         tensors["aux"] = aux.contiguous()
-    if reduction.weights is not None:
-        tensors["rev_weights"] = reverse_weights(reduction)
     _run(Direction.BACKWARD, meta, reduction, tensors, [grad_x], math.prod(grad_y.shape[:-1]), rs)
     return grad_x
 
@@ -69,7 +65,7 @@ def _run(
     values = {"rows": rows, "aux": 0, **{name: tensor.data_ptr() for name, tensor in tensors.items()}}
     for name in configuration.kernel.arguments:
         if name not in values:
-            values[name] = plan_table(meta, name).data_ptr()
+            values[name] = table(meta, reduction, name).data_ptr()
     what = (configuration.kernel, configuration.macros, device)
     with torch.cuda.device(device):
         if canary.due(what):
@@ -100,7 +96,11 @@ def problem_of(
     )
 
 
-def plan_table(meta: PoolMeta, name: str) -> Tensor:
-    """The table of the plan that the kernel argument ``name`` points to."""
-    table: Tensor = getattr(meta, "gather_indices" if name == "indices" else name)
-    return table
+def table(meta: PoolMeta, reduction: Reduction, name: str) -> Tensor:
+    """The table, of the plan or of the weights, that the kernel argument ``name`` points to."""
+    if name == "weights" and reduction.weights is not None:
+        return reduction.weights.weights
+    if name == "rev_weights":
+        return reverse_weights(reduction)
+    found: Tensor = getattr(meta, "gather_indices" if name == "indices" else name)
+    return found

@@ -135,7 +135,7 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
     if rs is not None:
         check_tile_height(rs, heights)
     staged = {rows: kernel for rows, kernel in staged.items() if _fits(problem, device, kernel)}
-    direct = {rows: kernel for rows, kernel in direct.items() if problem.k <= (kernel.max_k or problem.k)}
+    direct = {rows: kernel for rows, kernel in direct.items() if _fits(problem, device, kernel)}
     if rs is not None:
         if rs in staged:
             return configure(problem, device, rs, staged[rs], stack=1)

@@ -13,9 +13,8 @@ from torch import Tensor
 from knnpool_gen.emulator import EmulationError, Launch, Program, Sanitizer, build
 from knnpool_gen.errors import KernelError
 from knnpool_gen.kernel import Kernel
-from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime.compile import GENERATED, read_source
-from knnpool_gen.runtime.execute import plan_table
+from knnpool_gen.runtime.execute import table
 from knnpool_gen.runtime.select import DeviceFacts, configure
 from knnpool_gen.verification.calls import Call
 
@@ -98,10 +97,8 @@ def _prepare(kernel: Kernel, call: Call) -> _Prepared:
             arguments.append(_array(call.inputs[name]))
         elif name == "aux":
             arguments.append(np.empty(0, np.uint8))  # not written, not read
-        elif name in ("weights", "rev_weights"):
-            arguments.append(_array(_weights(call, name)))
         else:
-            arguments.append(_array(plan_table(call.meta, name)))
+            arguments.append(_array(table(call.meta, call.reduction, name)))
     launch = Launch(
         grid=configuration.grid,
         block=configuration.threads,
@@ -117,13 +114,6 @@ def _prepare(kernel: Kernel, call: Call) -> _Prepared:
 
 def _widest(call: Call) -> int:
     return max(tensor.element_size() for tensor in call.expected.values())
-
-
-def _weights(call: Call, name: str) -> Tensor:
-    if name == "rev_weights":
-        return reverse_weights(call.reduction)
-    assert call.reduction.weights is not None
-    return call.reduction.weights.weights
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
