@@ -14,8 +14,8 @@ from knnpool_gen.kernel import Kernel
 from knnpool_gen.runtime import cuda
 from knnpool_gen.runtime.compile import compile_kernel
 
-DEFAULT_NODES = {"x": 964, "grad_y": 230}
-"""Nodes that a tile stages with the sizes a source has when it is compiled alone."""
+DEFAULT_NODES = {"x": 964, "y": 230, "grad_y": 230, "grad_x": 964}
+"""Nodes of a row of a tensor with the sizes a source has when it is compiled alone."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def _compile(kernel: Kernel, arch: str) -> Compilation:
         binary, resources = compile_kernel(kernel, arch)
     except CompileError as error:
         return Compilation(kernel.name, arch, error=str(error))
-    nodes = next(DEFAULT_NODES[name] for name in kernel.arguments if name in DEFAULT_NODES)
+    staged, written = (DEFAULT_NODES[name] for name in kernel.arguments if name in DEFAULT_NODES)
     return Compilation(
         kernel.name,
         arch,
         cubin_bytes=len(binary),
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
-        shared_bytes=resources.static_shared_bytes + kernel.shared_bytes(nodes),
+        shared_bytes=resources.static_shared_bytes + kernel.shared_bytes(staged, written),
     )

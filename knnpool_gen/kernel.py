@@ -7,6 +7,13 @@ from typing import NamedTuple
 
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
+CHUNK = 1024
+"""Input nodes that a backward works on together; the plan orders them by the number of their readers."""
+DEPTH = 4
+"""Entries of an input node that lie at the head of the reverse table, where all nodes have the same number."""
+AUX_ROWS = 8
+"""Rows of a block of aux, where it lies in blocks."""
+
 
 class KernelKey(NamedTuple):
     """The five facts that tell one variant from another."""
@@ -40,15 +47,25 @@ class Kernel:
     """Shared memory for the values of one node in a group of rows; 0 if nothing is staged."""
     node_slots: int
     """Winning slots kept beside them."""
-    granule: int
-    """The number of nodes in a tile is rounded up to a multiple of this."""
+    sum_bytes: int
+    """Shared memory for the gradients of one input node in a group of rows, on their way out."""
+    vector: int
+    """The most neighbouring nodes of a row that one access brings; a tile has room for whole ones."""
+    out_vector: int
+    """The most neighbouring nodes of a row that one store of a backward takes away."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
 
     resident_threads: int
     """Threads of all blocks on a multiprocessor that the kernel's registers should allow."""
 
-    def shared_bytes(self, nodes: int, stack: int = 1, slot_bytes: int = 1) -> int:
-        """Dynamic shared memory of a tile of ``nodes`` nodes and ``stack`` groups of rows, in bytes."""
-        granules = -(-(nodes + self.extra_nodes) // self.granule)
-        return stack * granules * self.granule * (self.node_bytes + self.node_slots * slot_bytes)
+    def shared_bytes(self, staged: int, written: int, stack: int = 1, slot_bytes: int = 1) -> int:
+        """Dynamic shared memory, in bytes, of a tile of ``stack`` groups of rows.
+
+        ``staged`` nodes of each are read into it, ``written`` nodes written from it.
+        """
+        nodes = self._room(staged + self.extra_nodes) * (self.node_bytes + self.node_slots * slot_bytes)
+        return stack * (nodes + self._room(min(written, CHUNK)) * self.sum_bytes)
+
+    def _room(self, nodes: int) -> int:
+        return -(-nodes // self.vector) * self.vector

@@ -264,6 +264,8 @@ def addresses(meta: PoolMeta, **tensors: Tensor) -> dict[str, int]:
         "count": meta.count,
         "rev_rowptr": meta.rev_rowptr,
         "rev_kn": meta.rev_kn,
+        "rev_order": meta.rev_order,
+        "rev_head": meta.rev_head,
     }
     return {name: tensor.data_ptr() for name, tensor in (tables | tensors).items()}
 

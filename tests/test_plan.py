@@ -81,6 +81,8 @@ def test_the_types_of_a_plan() -> None:
         "first_slot": torch.uint8,
         "gather_indices": torch.int16,
         "empty_columns": torch.int64,
+        "rev_order": torch.int32,
+        "rev_head": torch.int32,
     }
     assert all(tensor.is_contiguous() for tensor in tensors_of(meta).values())
 
@@ -109,6 +111,11 @@ def check_plan_of(table: Table) -> None:
     packed = [kn if wide else kn & 0xFFFFFFFF for kn in meta.rev_kn.tolist()]
     assert packed == [k << (32 if wide else 24) | n for k, n in unpacked]
     assert meta.rev_kn.dtype == (torch.int64 if wide else torch.int32)
+    order = sorted(range(table.nin), key=lambda m: (m // 1024, -len(readers[m]), m))
+    assert meta.rev_order.tolist() == order
+    heads = [(readers[m] + [(255, 0xFFFFFF) if not wide else (-1, 0xFFFFFFFF)] * 4)[:4] for m in order]
+    assert meta.rev_head.dtype == meta.rev_kn.dtype
+    assert [list(zip(*(part.tolist() for part in meta.unpack(head)), strict=True)) for head in meta.rev_head.T] == heads
     gathered = meta.gather_indices.to(torch.int64)
     assert (gathered & (0xFFFF if table.nin < 2**16 else -1)).tolist() == meta.indices.tolist()
     assert meta.gather_indices.element_size() == (2 if table.nin < 2**16 else 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnsupportedTypeError
 from knnpool_gen.generated.dispatch import KERNELS
-from knnpool_gen.kernel import KernelKey
+from knnpool_gen.kernel import Kernel, KernelKey
 from knnpool_gen.runtime import select as module
 from knnpool_gen.runtime.select import Configuration, DeviceFacts, Problem, all_tile_heights, select
 from knnpool_gen.vocabulary import Direction, Mode, Staging
@@ -44,7 +44,8 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         stack = macros["KNNPOOL_STACK"]
         assert isinstance(stack, int)
         assert stack == 1 or rs is None
-        assert shared == kernel.shared_bytes(problem.staged_nodes, stack, problem.slot_bytes)
+        assert shared == kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
+        check_vectors(macros, kernel, problem)
         tiles = -(-problem.rows // (key.rows * stack))
     else:
         assert "KNNPOOL_STACK" not in macros
@@ -68,6 +69,7 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         "KNNPOOL_OMIT_NAN": problem.omit_nan,
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
+        "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
     }
     assert {name: macros[name] for name in switches if name in macros} == {
         name: int(switches[name]) for name in kernel.switches
@@ -79,6 +81,18 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
     }
     sizes = {"unsigned char": 1, "short": 2, "unsigned short": 2, "int": 4, "unsigned": 4, "unsigned long long": 8}
     assert {name: sizes[str(macros[name])] for name in types} == types
+
+
+def check_vectors(macros: dict[str, int | str], kernel: Kernel, problem: Problem) -> None:
+    """Rows are made of whole vectors, which begin where vectors may."""
+    vectors = [(macros["KNNPOOL_VECTOR"], problem.staged_nodes, kernel.vector)]
+    if problem.direction is Direction.BACKWARD:
+        vectors.append((macros["KNNPOOL_OUT_VECTOR"], problem.written_nodes, kernel.out_vector))
+    for vector, nodes, most in vectors:
+        assert isinstance(vector, int)
+        assert nodes % vector == 0
+        assert most % vector == 0
+        assert vector == 1 or problem.aligned
 
 
 @pytest.mark.parametrize("key", KERNELS, ids=lambda key: KERNELS[key].name)
@@ -112,6 +126,8 @@ def problems() -> st.SearchStrategy[Problem]:
         index_bytes=st.sampled_from([2, 4]),
         slot_bytes=st.sampled_from([1, 2, 4]),
         entry_bytes=st.sampled_from([4, 8]),
+        blocked_aux=st.booleans(),
+        aligned=st.booleans(),
     )
 
 

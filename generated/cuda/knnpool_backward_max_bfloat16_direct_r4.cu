@@ -11,6 +11,7 @@
 // writes once: no atomics, the same bits on every run.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
@@ -94,7 +95,8 @@ knnpool_backward_max_bfloat16_direct_r4(
             const Slots slots = read_slots(aux + first * NOUT, NOUT, n, live);
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                if (slots.slot[r] == k) sum[r] = __fadd_rn(sum[r], widen(row_of(node.word, r)));
+                if (slots.slot[r] != k) continue;
+                sum[r] = __fadd_rn(sum[r], widen(row_of(node.word, r)));
             }
         }
         #pragma unroll

@@ -94,7 +94,8 @@ knnpool_backward_max_float16_direct_r1(
             const Slots slots = read_slots(aux + first * NOUT, NOUT, n, live);
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                if (slots.slot[r] == k) sum[r] = __fadd_rn(sum[r], widen(row_of(node.word, r)));
+                if (slots.slot[r] != k) continue;
+                sum[r] = __fadd_rn(sum[r], widen(row_of(node.word, r)));
             }
         }
         #pragma unroll

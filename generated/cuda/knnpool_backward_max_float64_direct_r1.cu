@@ -19,7 +19,7 @@
 #define KNNPOOL_SLOT unsigned char   // type of a slot
 #define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {
@@ -92,7 +92,8 @@ knnpool_backward_max_float64_direct_r1(
             const Slots slots = read_slots(aux + first * NOUT, NOUT, n, live);
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                if (slots.slot[r] == k) sum[r] = __dadd_rn(sum[r], widen(row_of(node.word, r)));
+                if (slots.slot[r] != k) continue;
+                sum[r] = __dadd_rn(sum[r], widen(row_of(node.word, r)));
             }
         }
         #pragma unroll

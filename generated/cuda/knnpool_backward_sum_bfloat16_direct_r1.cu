@@ -11,6 +11,7 @@
 // writes once: no atomics, the same bits on every run.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K

@@ -11,6 +11,7 @@
 // writes once: no atomics, the same bits on every run.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
@@ -20,7 +21,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {

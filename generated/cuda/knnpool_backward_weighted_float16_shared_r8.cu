@@ -8,7 +8,10 @@
 //
 // A block takes tiles of 8 rows, or a stack of these. The gradients of one output node stand side by side in shared
 // memory, a row each; every input node gathers from the outputs that read it (the reverse table, in the order
-// (k, n)), adds in float32 and is written once: no atomics, the same bits on every run.
+// (k, n)), adds in float32 and is written once: no atomics, the same bits on every run. Nodes are worked on in the
+// order of how many outputs read them, so that the threads of a warp do the same; their sums go through shared
+// memory, to be written in the order of the nodes. Where they fit, a thread keeps the first entries of its nodes in
+// registers, and the next tile is loaded while this one is worked on.
 
 #include <cuda_fp16.h>
 
@@ -20,8 +23,10 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
 #define KNNPOOL_STACK 1              // groups of 8 rows in a tile
+#define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
+#define KNNPOOL_OUT_VECTOR 4         // nodes of one row that one store takes away
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {
@@ -32,21 +37,48 @@ using Entry = KNNPOOL_ENTRY;
 constexpr int ROWS = 8;           // rows that a thread works on
 constexpr int WORDS = 4;          // words that hold one node of these rows
 constexpr int PIECES = 1;         // reads of shared memory that bring them
-constexpr int VECTOR = 4;         // nodes of one row that one load brings
+constexpr int VECTOR = KNNPOOL_VECTOR;  // nodes of one row that one load brings
+constexpr int LOADS = 1;          // loads of every row that a thread keeps in flight
 
-struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
+template <int SIZE> struct alignas(2 * SIZE) VectorOf {
+    unsigned two[SIZE / 2];
+    __device__ __forceinline__ Value operator[](int j) const {
+        return static_cast<Value>(two[j / 2] >> (16 * (j % 2)));
+    }
+};
+template <> struct VectorOf<1> {
+    Value one;
+    __device__ __forceinline__ Value operator[](int) const { return one; }
+};
+using Vector = VectorOf<VECTOR>;
+
 struct alignas(sizeof(Word) * WORDS / PIECES) Piece { Word word[WORDS / PIECES]; };
 
 struct Node { Word word[WORDS]; };
 
-constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
+using Sum = unsigned;             // 2 rows of one input node, as written
+constexpr int SUMS = 4;           // words that hold the rows of one input node
+constexpr int SUM_PIECES = 1;     // writes to shared memory that store them
+constexpr int OUT_VECTOR = KNNPOOL_OUT_VECTOR;  // nodes of one row that one store takes away
 
-// Where a node lies in the tile. A thread stages VECTOR neighbouring nodes; the exclusive or spreads the
-// stores of a warp over all banks.
-__device__ __forceinline__ int position(int node) { return node ^ ((node >> 3) & (VECTOR - 1)); }
+struct alignas(sizeof(Value) * OUT_VECTOR) OutVector { Value value[OUT_VECTOR]; };
+struct alignas(sizeof(Sum) * SUMS / SUM_PIECES) SumPiece { Sum word[SUMS / SUM_PIECES]; };
+
+constexpr int CHUNK = 1024;      // input nodes that are worked on, and ordered, together
+constexpr int HELD = 4;          // nodes whose entries a thread keeps in registers
+constexpr int DEPTH = 4;         // and how many entries of each; the others are read when needed
+constexpr Entry NONE = ~Entry(0);
+constexpr int NODE_BITS = sizeof(Entry) == 4 ? 24 : 32;  // an entry is (k << NODE_BITS) | n
+constexpr Entry NODE_MASK = (Entry(1) << NODE_BITS) - 1;
+
+// Where a node lies in a tile, and with which others it was loaded. The exclusive or spreads the accesses of a
+// warp, `vector` nodes a thread, over all banks.
+__device__ __forceinline__ int position(int node, int vector) {
+    return node ^ ((node >> 3) & (vector - 1));
+}
 
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
-__device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
+__device__ __forceinline__ int room_for(int nodes) { return (nodes + 4 - 1) / 4 * 4; }
 
 __device__ __forceinline__ void store(Piece* tile, int room, int node, const unsigned short (&value)[ROWS]) {
     Word word[WORDS];
@@ -57,15 +89,16 @@ __device__ __forceinline__ void store(Piece* tile, int room, int node, const uns
         Piece piece;
         #pragma unroll
         for (int w = 0; w < WORDS / PIECES; ++w) piece.word[w] = word[WORDS / PIECES * p + w];
-        tile[p * room + position(node)] = piece;
+        tile[p * room + position(node, VECTOR)] = piece;
     }
 }
 
-__device__ __forceinline__ Node load(const Piece* tile, int room, int node) {
+// The node that lies at `place`.
+__device__ __forceinline__ Node load(const Piece* tile, int room, int place) {
     Node result;
     #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-        const Piece piece = tile[p * room + position(node)];
+        const Piece piece = tile[p * room + place];
         #pragma unroll
         for (int w = 0; w < WORDS / PIECES; ++w) result.word[WORDS / PIECES * p + w] = piece.word[w];
     }
@@ -81,36 +114,112 @@ __device__ __forceinline__ float widen(Value value) { return __half2float(__usho
 
 __device__ __forceinline__ Value narrow(float value) { return __half_as_ushort(__float2half_rn(value)); }
 
-// Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
-// written.
-__device__ __forceinline__ void stage(
-    Piece* tile, const Value* row, int nodes, int room, int live)
+__device__ __forceinline__ unsigned narrow(float low, float high) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&both);
+}
+
+// Rows of the tile that begins at row `first`.
+__device__ __forceinline__ int rows_of_tile(long long first, long long rows) {
+    return rows - first < KNNPOOL_STACK * ROWS ? static_cast<int>(rows - first) : KNNPOOL_STACK * ROWS;
+}
+
+struct Ahead { Vector vector[LOADS][ROWS]; };  // a part of a tile, on its way
+
+// How many parts bring a whole tile.
+__device__ __forceinline__ int parts_of(int nodes) {
+    return (KNNPOOL_STACK * (nodes / VECTOR) + LOADS * KNNPOOL_THREADS - 1) / (LOADS * KNNPOOL_THREADS);
+}
+
+// Sets off the loads of one part: `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one are
+// zero: reduced, but never written.
+__device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes, int live, int part) {
+    const int vectors = nodes / VECTOR;
+    #pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
+        const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
+        const Vector* from = reinterpret_cast<const Vector*>(row + ROWS * s * nodes) + i;
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) ahead.vector[l][r] = ROWS * s + r < live ? from[r * (nodes / VECTOR)] : Vector{};
+    }
+}
+
+// Stores what fetch() loaded, node by node.
+__device__ __forceinline__ void put(
+    Piece* tile, const Ahead& ahead, int nodes, int room, int part)
 {
-    if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
-        const int vectors = nodes / VECTOR;
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
-            Vector read[ROWS];
-            #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(ROWS * s + r, live - 1) * nodes)[i];
-            #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-                unsigned short value[ROWS];
-                #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
-                store(tile + s * PIECES * room, room, VECTOR * i + j, value);
-            }
-        }
-    } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
+    const int vectors = nodes / VECTOR;
+    #pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
+        const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
+        #pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
             unsigned short value[ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                value[r] = row[min(ROWS * s + r, live - 1) * nodes + i];
-            store(tile + s * PIECES * room, room, i, value);
+            for (int r = 0; r < ROWS; ++r) value[r] = ahead.vector[l][r][j];
+            store(tile + s * PIECES * room, room, VECTOR * i + j, value);
         }
+    }
+}
+
+// An entry with the place of its output node in the tile in place of the node.
+__device__ __forceinline__ Entry placed(Entry entry) {
+    return entry == NONE ? NONE : (entry & ~NODE_MASK) | position(static_cast<int>(entry & NODE_MASK), VECTOR);
+}
+
+struct Reads { int place; Entry entry[DEPTH]; };  // where the sums of an input node go; its first entries, placed
+
+// Looks up the thread's nodes of a chunk from `begin` on.
+__device__ __forceinline__ void look_up(
+    Reads (&reads)[HELD], const int* __restrict__ rev_order, const Entry* __restrict__ rev_head,
+    int chunk, int nodes, int begin)
+{
+    #pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int item = begin + h * KNNPOOL_THREADS + threadIdx.x;
+        if (h * KNNPOOL_THREADS >= KNNPOOL_STACK * nodes || item >= KNNPOOL_STACK * nodes) break;
+        const int i = chunk + (KNNPOOL_STACK > 1 ? item % nodes : item);
+        reads[h].place = position(rev_order[i] - chunk, OUT_VECTOR);
+        #pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            reads[h].entry[d] = placed(rev_head[static_cast<long long>(d) * KNNPOOL_NIN + i]);
+    }
+}
+
+// What the output node of a placed entry gives back, a row each.
+__device__ __forceinline__ Node given_back(
+    const Piece* tile, int room, Entry entry)
+{
+    const int place = static_cast<int>(entry & NODE_MASK);
+    Node node = load(tile, room, place);
+    return node;
+}
+
+// Writes `count` nodes of `live` rows, which lie `nodes` apart, from shared to global memory.
+__device__ __forceinline__ void write_out(Value* row, const SumPiece* sums, int nodes, int count, int room, int live) {
+    const int vectors = count / OUT_VECTOR;
+    for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
+        const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
+        OutVector out[ROWS];
+        #pragma unroll
+        for (int j = 0; j < OUT_VECTOR; ++j) {
+            Sum word[SUMS];
+            #pragma unroll
+            for (int p = 0; p < SUM_PIECES; ++p) {
+                const SumPiece piece = sums[(s * SUM_PIECES + p) * room + position(OUT_VECTOR * i + j, OUT_VECTOR)];
+                #pragma unroll
+                for (int w = 0; w < SUMS / SUM_PIECES; ++w) word[SUMS / SUM_PIECES * p + w] = piece.word[w];
+            }
+            #pragma unroll
+            for (int r = 0; r < ROWS; ++r) out[r].value[j] = row_of(word, r);
+        }
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (ROWS * s + r < live) reinterpret_cast<OutVector*>(row + (ROWS * s + r) * nodes)[i] = out[r];
     }
 }
 }  // namespace
@@ -121,41 +230,90 @@ knnpool_backward_weighted_float16_shared_r8(
     const float* __restrict__ rev_weights,
     const int* __restrict__ rev_rowptr,
     const Entry* __restrict__ rev_kn,
+    const int* __restrict__ rev_order,
+    const Entry* __restrict__ rev_head,
     Value* __restrict__ grad_x,
     long long rows)
 {
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int TILE_ROWS = KNNPOOL_STACK * ROWS;
-    const int ROOM = room_for(NOUT);
+    const int ROOM = room_for(NOUT), SUM_ROOM = room_for(min(NIN, CHUNK));
+    const int PARTS = parts_of(NOUT);
+    const bool ALL_HELD = NIN <= CHUNK && KNNPOOL_STACK * NIN <= HELD * KNNPOOL_THREADS;
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
+    SumPiece* sums = reinterpret_cast<SumPiece*>(tile + KNNPOOL_STACK * PIECES * ROOM);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
-    for (long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS; first < rows; first += stride) {
-        const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;
-        stage(tile, grad_y + first * NOUT, NOUT, ROOM, live);
-        __syncthreads();  // the tile is complete
+    long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
+    Ahead ahead;
+    Reads reads[HELD];
+    if (first < rows) {
+        const int live = rows_of_tile(first, rows);
+        if (PARTS == 1) fetch(ahead, grad_y + first * NOUT, NOUT, live, 0);
+    }
+    if (ALL_HELD) look_up(reads, rev_order, rev_head, 0, NIN, 0);
 
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * NIN; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / NIN : 0, m = item - s * NIN;
-            float sum[ROWS] = {};
-            const int end = rev_rowptr[m + 1];
-            for (int e = rev_rowptr[m]; e < end; ++e) {
-                const Entry entry = rev_kn[e];
-                const int n = static_cast<int>(entry & ((Entry(1) << NODE_BITS) - 1));
-                const Node node = load(tile + s * PIECES * ROOM, ROOM, n);
+    for (; first < rows; first += stride) {
+        const int live = rows_of_tile(first, rows);
+        for (int part = 0; part < PARTS; ++part) {
+            if (PARTS > 1) fetch(ahead, grad_y + first * NOUT, NOUT, live, part);
+            put(tile, ahead, NOUT, ROOM, part);
+        }
+        __syncthreads();  // the tile is complete
+        if (first + stride < rows) {
+            const int live = rows_of_tile(first + stride, rows);
+            if (PARTS == 1) fetch(ahead, grad_y + (first + stride) * NOUT, NOUT, live, 0);
+        }
+
+        for (int chunk = 0; chunk < NIN; chunk += CHUNK) {
+            const int nodes = min(NIN - chunk, CHUNK);
+            if (chunk > 0) __syncthreads();  // the sums of the last chunk are written out
+            for (int begin = 0; begin < KNNPOOL_STACK * nodes; begin += HELD * KNNPOOL_THREADS) {
+                if (!ALL_HELD) look_up(reads, rev_order, rev_head, chunk, nodes, begin);
                 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    sum[r] = __fadd_rn(sum[r], __fmul_rn(rev_weights[e], widen(row_of(node.word, r))));
+                for (int h = 0; h < HELD; ++h) {
+                    const int item = begin + h * KNNPOOL_THREADS + threadIdx.x;
+                    if (h * KNNPOOL_THREADS >= KNNPOOL_STACK * nodes || item >= KNNPOOL_STACK * nodes) break;
+                    const int s = KNNPOOL_STACK > 1 ? item / nodes : 0;
+                    const Piece* group = tile + s * PIECES * ROOM;
+                    Sum total[SUMS];
+                    {
+                        const int m = rev_order[chunk + item - s * nodes];
+                        float sum[ROWS] = {};
+                        #pragma unroll
+                        for (int d = 0; d < DEPTH; ++d) {
+                            if (reads[h].entry[d] == NONE) break;
+                            const int e = rev_rowptr[m] + d;
+                            const Node node = given_back(group, ROOM, reads[h].entry[d]);
+                            #pragma unroll
+                            for (int r = 0; r < ROWS; ++r)
+                                sum[r] = __fadd_rn(sum[r], __fmul_rn(rev_weights[e], widen(row_of(node.word, r))));
+                        }
+                        if (reads[h].entry[DEPTH - 1] != NONE) {
+                            const int end = rev_rowptr[m + 1];
+                            for (int e = rev_rowptr[m] + DEPTH; e < end; ++e) {
+                                const Node node = given_back(group, ROOM, placed(rev_kn[e]));
+                                #pragma unroll
+                                for (int r = 0; r < ROWS; ++r)
+                                    sum[r] = __fadd_rn(sum[r], __fmul_rn(rev_weights[e], widen(row_of(node.word, r))));
+                            }
+                        }
+                        #pragma unroll
+                        for (int w = 0; w < SUMS; ++w) total[w] = narrow(sum[2 * w], sum[2 * w + 1]);
+                    }
+                    #pragma unroll
+                    for (int p = 0; p < SUM_PIECES; ++p) {
+                        SumPiece piece;
+                        #pragma unroll
+                        for (int w = 0; w < SUMS / SUM_PIECES; ++w) piece.word[w] = total[SUMS / SUM_PIECES * p + w];
+                        sums[(s * SUM_PIECES + p) * SUM_ROOM + reads[h].place] = piece;
+                    }
                 }
             }
-            #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (ROWS * s + r >= live) break;
-                grad_x[(first + ROWS * s + r) * NIN + m] = narrow(sum[r]);
-            }
+            __syncthreads();  // the sums are complete; after the last chunk, nobody reads the tile any more
+            write_out(grad_x + first * NIN + chunk, sums, NIN, nodes, SUM_ROOM, live);
         }
-        __syncthreads();  // nobody reads the tile any more
     }
 }

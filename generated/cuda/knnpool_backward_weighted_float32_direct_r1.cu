@@ -18,7 +18,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {

@@ -10,6 +10,7 @@
 // straight from global memory. Blocks share the columns of a row, so few rows fill the device, too.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
@@ -19,7 +20,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {

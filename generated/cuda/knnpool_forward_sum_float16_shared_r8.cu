@@ -7,7 +7,8 @@
 //     y[row, n] = sum over k of x[row, indices[k, n]], without pads and, if KNNPOOL_OMIT_NAN says so, without NaN
 //
 // A block takes tiles of 8 rows, or a stack of these. A tile is staged in shared memory node by node: the values
-// of all rows at one node stand side by side, so that one look-up of an index serves them all.
+// of all rows at one node stand side by side, so that one look-up of an index serves them all. Where they fit, a
+// thread keeps the look-ups of its columns in registers, and the next tile is loaded while this one is reduced.
 
 #include <cuda_fp16.h>
 
@@ -19,8 +20,9 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
 #define KNNPOOL_STACK 1              // groups of 8 rows in a tile
+#define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
 #endif
 
 namespace {
@@ -30,19 +32,36 @@ using Word = unsigned;            // 2 rows of one node
 constexpr int ROWS = 8;           // rows that a thread works on
 constexpr int WORDS = 4;          // words that hold one node of these rows
 constexpr int PIECES = 1;         // reads of shared memory that bring them
-constexpr int VECTOR = 4;         // nodes of one row that one load brings
+constexpr int VECTOR = KNNPOOL_VECTOR;  // nodes of one row that one load brings
+constexpr int LOADS = 2;          // loads of every row that a thread keeps in flight
 
-struct alignas(sizeof(Value) * VECTOR) Vector { Value value[VECTOR]; };
+template <int SIZE> struct alignas(2 * SIZE) VectorOf {
+    unsigned two[SIZE / 2];
+    __device__ __forceinline__ Value operator[](int j) const {
+        return static_cast<Value>(two[j / 2] >> (16 * (j % 2)));
+    }
+};
+template <> struct VectorOf<1> {
+    Value one;
+    __device__ __forceinline__ Value operator[](int) const { return one; }
+};
+using Vector = VectorOf<VECTOR>;
+
 struct alignas(sizeof(Word) * WORDS / PIECES) Piece { Word word[WORDS / PIECES]; };
 
 struct Node { Word word[WORDS]; };
 
-// Where a node lies in the tile. A thread stages VECTOR neighbouring nodes; the exclusive or spreads the
-// stores of a warp over all banks.
-__device__ __forceinline__ int position(int node) { return node ^ ((node >> 3) & (VECTOR - 1)); }
+constexpr int HELD = 2;   // columns whose look-ups a thread keeps in registers
+constexpr int SLOTS = 12;  // and the most slots these may have
+
+// Where a node lies in a tile, and with which others it was loaded. The exclusive or spreads the accesses of a
+// warp, `vector` nodes a thread, over all banks.
+__device__ __forceinline__ int position(int node, int vector) {
+    return node ^ ((node >> 3) & (vector - 1));
+}
 
 // Nodes a tile has room for: whole vectors, so that position() stays inside.
-__device__ __forceinline__ int room_for(int nodes) { return (nodes + VECTOR - 1) / VECTOR * VECTOR; }
+__device__ __forceinline__ int room_for(int nodes) { return (nodes + 4 - 1) / 4 * 4; }
 
 __device__ __forceinline__ void store(Piece* tile, int room, int node, const unsigned short (&value)[ROWS]) {
     Word word[WORDS];
@@ -53,15 +72,16 @@ __device__ __forceinline__ void store(Piece* tile, int room, int node, const uns
         Piece piece;
         #pragma unroll
         for (int w = 0; w < WORDS / PIECES; ++w) piece.word[w] = word[WORDS / PIECES * p + w];
-        tile[p * room + position(node)] = piece;
+        tile[p * room + position(node, VECTOR)] = piece;
     }
 }
 
-__device__ __forceinline__ Node load(const Piece* tile, int room, int node) {
+// The node that lies at `place`.
+__device__ __forceinline__ Node load(const Piece* tile, int room, int place) {
     Node result;
     #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-        const Piece piece = tile[p * room + position(node)];
+        const Piece piece = tile[p * room + place];
         #pragma unroll
         for (int w = 0; w < WORDS / PIECES; ++w) result.word[WORDS / PIECES * p + w] = piece.word[w];
     }
@@ -73,36 +93,65 @@ __device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
     return static_cast<unsigned short>(word[r / 2] >> (16 * (r % 2)));
 }
 
-// Stages `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one repeat it: reduced, but never
-// written.
-__device__ __forceinline__ void stage(
-    Piece* tile, const Value* row, int nodes, int room, int live)
+// Rows of the tile that begins at row `first`.
+__device__ __forceinline__ int rows_of_tile(long long first, long long rows) {
+    return rows - first < KNNPOOL_STACK * ROWS ? static_cast<int>(rows - first) : KNNPOOL_STACK * ROWS;
+}
+
+struct Ahead { Vector vector[LOADS][ROWS]; };  // a part of a tile, on its way
+
+// How many parts bring a whole tile.
+__device__ __forceinline__ int parts_of(int nodes) {
+    return (KNNPOOL_STACK * (nodes / VECTOR) + LOADS * KNNPOOL_THREADS - 1) / (LOADS * KNNPOOL_THREADS);
+}
+
+// Sets off the loads of one part: `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one are
+// zero: reduced, but never written.
+__device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes, int live, int part) {
+    const int vectors = nodes / VECTOR;
+    #pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
+        const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
+        const Vector* from = reinterpret_cast<const Vector*>(row + ROWS * s * nodes) + i;
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) ahead.vector[l][r] = ROWS * s + r < live ? from[r * (nodes / VECTOR)] : Vector{};
+    }
+}
+
+// Stores what fetch() loaded, node by node.
+__device__ __forceinline__ void put(
+    Piece* tile, const Ahead& ahead, int nodes, int room, int part)
 {
-    if (nodes % VECTOR == 0 && reinterpret_cast<unsigned long long>(row) % sizeof(Vector) == 0) {
-        const int vectors = nodes / VECTOR;
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * vectors; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
-            Vector read[ROWS];
-            #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                read[r] = reinterpret_cast<const Vector*>(row + min(ROWS * s + r, live - 1) * nodes)[i];
-            #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-                Value value[ROWS];
-                #pragma unroll
-                for (int r = 0; r < ROWS; ++r) value[r] = read[r].value[j];
-                store(tile + s * PIECES * room, room, VECTOR * i + j, value);
-            }
-        }
-    } else {  // rows begin anywhere: a value a thread, neighbours still side by side
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * nodes; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / nodes : 0, i = item - s * nodes;
+    const int vectors = nodes / VECTOR;
+    #pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
+        const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
+        #pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
             Value value[ROWS];
             #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                value[r] = row[min(ROWS * s + r, live - 1) * nodes + i];
-            store(tile + s * PIECES * room, room, i, value);
+            for (int r = 0; r < ROWS; ++r) value[r] = ahead.vector[l][r][j];
+            store(tile + s * PIECES * room, room, VECTOR * i + j, value);
         }
+    }
+}
+
+// Looks up where the nodes of the thread's columns from `begin` on lie in the tile, if they have few enough slots.
+__device__ __forceinline__ void look_up(
+    int (&place)[HELD][SLOTS], const KNNPOOL_INDEX* __restrict__ indices, int begin)
+{
+    const int columns = KNNPOOL_K > SLOTS ? 0 : KNNPOOL_STACK * KNNPOOL_NOUT;
+    #pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int column = begin + h * KNNPOOL_THREADS + threadIdx.x;
+        if (h * KNNPOOL_THREADS >= columns || column >= columns) break;
+        #pragma unroll
+        for (int k = 0; k < SLOTS; ++k)
+            if (k < KNNPOOL_K) place[h][k] = position(indices[k * KNNPOOL_NOUT + column % KNNPOOL_NOUT], VECTOR);
     }
 }
 
@@ -119,11 +168,18 @@ knnpool_forward_sum_float16_shared_r8(
     long long rows)
 {
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
-    const int TILE_ROWS = KNNPOOL_STACK * ROWS;
+    const int TILE_ROWS = KNNPOOL_STACK * ROWS, COLUMNS = KNNPOOL_STACK * NOUT;
     const int ROOM = room_for(NIN + 1);  // the inputs, and node NIN that all pads read
+    const int PARTS = parts_of(NIN);
+    const bool ALL_HELD = COLUMNS <= HELD * KNNPOOL_THREADS;
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
+
+    const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
+    long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
+    Ahead ahead;
+    if (PARTS == 1 && first < rows) fetch(ahead, x + first * NIN, NIN, rows_of_tile(first, rows), 0);
 
     for (int s = threadIdx.x; s < KNNPOOL_STACK; s += KNNPOOL_THREADS) {
         Value pad[ROWS];
@@ -131,30 +187,44 @@ knnpool_forward_sum_float16_shared_r8(
         for (int r = 0; r < ROWS; ++r) pad[r] = static_cast<Value>(0);
         store(tile + s * PIECES * ROOM, ROOM, NIN, pad);
     }
-    const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
-    for (long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS; first < rows; first += stride) {
-        const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;
-        stage(tile, x + first * NIN, NIN, ROOM, live);
+    int place[HELD][SLOTS];
+    if (ALL_HELD) look_up(place, indices, 0);
+
+    for (; first < rows; first += stride) {
+        const int live = rows_of_tile(first, rows);
+        for (int part = 0; part < PARTS; ++part) {
+            if (PARTS > 1) fetch(ahead, x + first * NIN, NIN, live, part);
+            put(tile, ahead, NIN, ROOM, part);
+        }
         __syncthreads();  // the tile is complete
+        if (PARTS == 1 && first + stride < rows)
+            fetch(ahead, x + (first + stride) * NIN, NIN, rows_of_tile(first + stride, rows), 0);
 
-        for (int item = threadIdx.x; item < KNNPOOL_STACK * NOUT; item += KNNPOOL_THREADS) {
-            const int s = KNNPOOL_STACK > 1 ? item / NOUT : 0, n = item - s * NOUT;
-            float sum[ROWS] = {};
+        for (int begin = 0; begin < COLUMNS; begin += HELD * KNNPOOL_THREADS) {
+            if (!ALL_HELD) look_up(place, indices, begin);
+            #pragma unroll
+            for (int h = 0; h < HELD; ++h) {
+                const int column = begin + h * KNNPOOL_THREADS + threadIdx.x;
+                if (h * KNNPOOL_THREADS >= COLUMNS || column >= COLUMNS) break;
+                const int s = KNNPOOL_STACK > 1 ? column / NOUT : 0, n = column - s * NOUT;
+                float sum[ROWS] = {};
 
-            #pragma unroll 12
-            for (int k = 0; k < K; ++k) {
-                const Node node = load(tile + s * PIECES * ROOM, ROOM, indices[k * NOUT + n]);
+                #pragma unroll 12
+                for (int k = 0; k < K; ++k) {
+                    const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
+                    const Node node = load(tile + s * PIECES * ROOM, ROOM, at);
+                    #pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        const float value = widen(row_of(node.word, r));
+                        if (!(KNNPOOL_OMIT_NAN && value != value)) sum[r] = __fadd_rn(sum[r], value);
+                    }
+                }
                 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
-                    const float value = widen(row_of(node.word, r));
-                    if (!(KNNPOOL_OMIT_NAN && value != value)) sum[r] = __fadd_rn(sum[r], value);
+                    if (ROWS * s + r >= live) break;
+                    const long long out = (first + ROWS * s + r) * NOUT + n;
+                    y[out] = narrow(sum[r]);
                 }
-            }
-            #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                if (ROWS * s + r >= live) break;
-                const long long out = (first + ROWS * s + r) * NOUT + n;
-                y[out] = narrow(sum[r]);
             }
         }
         __syncthreads();  // nobody reads the tile any more

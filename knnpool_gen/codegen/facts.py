@@ -9,13 +9,19 @@ from dataclasses import dataclass
 
 from knnpool_gen.codegen.outputs import banner
 from knnpool_gen.codegen.variant import PlanTable, TileValue, Variant
-from knnpool_gen.kernel import Kernel
+from knnpool_gen.kernel import AUX_ROWS, CHUNK, DEPTH, Kernel
 from knnpool_gen.vocabulary import Direction, Staging
 
 WIDEST_READ = 16
 """Bytes of the widest access to shared memory."""
+WIDEST_STORE = 8
+"""Bytes of the widest store of a backward: wider ones take registers that the sums need."""
 WAVEFRONT = 128
 """Bytes that shared memory delivers at a time: 32 banks of 4 bytes."""
+AHEAD_BYTES = 128
+"""Registers of a thread for values that are on their way to shared memory, in bytes."""
+MOST_LOADS = 16
+"""Loads of one row that a thread keeps in flight at most."""
 COMMENT_COLUMN = 34
 """Column of the comments behind the constants."""
 
@@ -26,6 +32,8 @@ TABLES = {
     "weights": "{accumulate}",
     "rev_rowptr": "int",
     "rev_kn": "Entry",
+    "rev_order": "int",
+    "rev_head": "Entry",
     "rev_weights": "{accumulate}",
 }
 """Element types of the tables, by the name of their argument."""
@@ -150,6 +158,11 @@ class KernelFacts:
         return self.variant.dtype.cuda_value
 
     @property
+    def value_bytes(self) -> int:
+        """Size of one."""
+        return self.variant.dtype.bytes
+
+    @property
     def mode(self) -> str:
         """Name of the mode, and of its template piece."""
         return self.variant.mode.mode.value
@@ -180,6 +193,77 @@ class KernelFacts:
         return self.variant.dtype.vector
 
     @property
+    def loads(self) -> int:
+        """Loads of every row that a thread keeps in flight, as far as its registers go."""
+        budget = AHEAD_BYTES // 2 if self.backward else AHEAD_BYTES  # the backward holds entries, too
+        return max(1, min(MOST_LOADS, budget // (self.rows * self.vector * self.variant.dtype.bytes)))
+
+    @property
+    def out_vector(self) -> int:
+        """Nodes of one row that one store of a backward takes away."""
+        return max(1, min(self.vector, WIDEST_STORE // self.variant.dtype.bytes))
+
+    @property
+    def held_columns(self) -> int:
+        """Columns whose look-ups a thread keeps in registers."""
+        return 2
+
+    @property
+    def held_slots(self) -> int:
+        """The most slots of such a column."""
+        return self.unroll
+
+    @property
+    def held_nodes(self) -> int:
+        """Input nodes whose entries a thread keeps in registers."""
+        return 4 if self.node.bytes <= 16 else 2
+
+    @property
+    def chunk(self) -> int:
+        """Input nodes that the plan orders together."""
+        return CHUNK
+
+    @property
+    def depth(self) -> int:
+        """Entries of an input node that the plan puts at the head."""
+        return DEPTH
+
+    @property
+    def aux_rows(self) -> int:
+        """Rows of a block of aux."""
+        return AUX_ROWS
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the kernel can write or read aux in blocks of rows."""
+        return self.aux and self.shared and self.rows <= AUX_ROWS
+
+    @property
+    def splits(self) -> bool:
+        """Whether several threads can share a column: the order of a sum's terms is fixed, that of a maximum not."""
+        return self.forward_aux and self.shared
+
+    @property
+    def out(self) -> NodeFacts:
+        """How the gradients of one input node lie together before they are written."""
+        dtype = self.variant.dtype
+        return NodeFacts.shared(dtype.cuda_value, dtype.bytes, self.rows)
+
+    @property
+    def exact_pairs(self) -> bool:
+        """Whether adding two values as they are gives what adding in float32 and rounding gives.
+
+        It does where the wide type has more than twice the digits of the narrow one, and two besides: Figueroa, When
+        is double rounding innocuous? (1995). More than two addends, or weighted ones, are another matter.
+        """
+        return self.packed and not self.reads_weights
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the backward weighs what it adds."""
+        return PlanTable.REV_WEIGHTS in self.variant.mode.backward_reads
+
+    @property
     def packed(self) -> bool:
         """Whether a word holds two rows."""
         return self.node.values_per_word > 1
@@ -197,11 +281,13 @@ class KernelFacts:
     @property
     def switches(self) -> tuple[Switch, ...]:
         """The switches of this kernel."""
+        blocked = [Switch("KNNPOOL_AUX_BLOCKED", 0, "1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]")]
         if self.backward:
-            return ()
+            return tuple(blocked * self.blocked)
         found = [Switch("KNNPOOL_OMIT_NAN", int(self.aux), "1: leave NaN out, 0: let it through")]
         if self.aux:
             found.append(Switch("KNNPOOL_AUX", 1, "1: write aux, 0: leave it alone"))
+            found += blocked * self.blocked
         if PlanTable.WEIGHTS in self.variant.mode.forward_reads:
             found.append(Switch("KNNPOOL_NORMALIZE", 0, "1: divide by the sum of the weights"))
         return tuple(found)
@@ -213,7 +299,8 @@ class KernelFacts:
         aux = ("aux",) if mode.aux else ()
         if not self.backward:
             return ("x", "indices", *_names(mode.forward_reads), "y", *aux, "rows")
-        return ("grad_y", *aux, *_names(mode.backward_reads), "rev_rowptr", "rev_kn", "grad_x", "rows")
+        ordered = ("rev_order", "rev_head") if self.shared else ()
+        return ("grad_y", *aux, *_names(mode.backward_reads), "rev_rowptr", "rev_kn", *ordered, "grad_x", "rows")
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -240,9 +327,10 @@ class KernelFacts:
     @property
     def resident_threads(self) -> int:
         """Threads of a multiprocessor that the registers must allow: fewer where every node takes many."""
-        if self.node.bytes <= 16:
-            return 1024
-        return 768 if self.node.bytes <= 32 else 512
+        if self.node.bytes > WIDEST_READ:
+            return 512
+        light = self.backward and self.value_bytes == 2 and not self.reads_weights
+        return 1024 if light else 768
 
     @property
     def default_blocks(self) -> int:
@@ -261,7 +349,9 @@ class KernelFacts:
             max_k=PACKED_SLOTS if self.forward_aux and self.packed else None,
             node_bytes=self.node.bytes if self.shared else 0,
             node_slots=self.rows if self.shared and self.backward and self.aux else 0,
-            granule=self.vector,
+            sum_bytes=self.out.bytes if self.shared and self.backward else 0,
+            vector=self.vector,
+            out_vector=self.out_vector if self.shared and self.backward else 1,
             resident_threads=self.resident_threads,
             extra_nodes=0 if self.backward else 1,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
+from knnpool_gen.kernel import CHUNK, DEPTH
 from knnpool_gen.runtime.table_cache import TableCache, TableStamp
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -71,6 +72,11 @@ class PoolMeta:
     """``indices`` as kernels read them: 16 bits wide (to be read as uint16) if Nin is below 2^16."""
     empty_columns: Tensor = field(init=False, repr=False)
     """int64: the output nodes whose slots are all pads."""
+    rev_order: Tensor = field(init=False, repr=False)
+    """int32 ``[nin]``: the input nodes, within each :data:`~knnpool_gen.kernel.CHUNK` those with the most readers
+    first."""
+    rev_head: Tensor = field(init=False, repr=False)
+    """``[DEPTH, nin]``: the first entries of the nodes in this order; all ones where there are fewer."""
 
     @ordinary_tensors()
     def __post_init__(self) -> None:
@@ -87,6 +93,22 @@ class PoolMeta:
         narrow = self.indices.to(torch.int16) if reads_narrow(self.nin) else self.indices
         object.__setattr__(self, "gather_indices", narrow)
         object.__setattr__(self, "empty_columns", (~real.any(0)).nonzero().flatten())
+        order = self._order()
+        object.__setattr__(self, "rev_order", order.to(torch.int32))
+        object.__setattr__(self, "rev_head", self._head(order))
+
+    def _order(self) -> Tensor:
+        """The input nodes, chunk after chunk, those with the most readers first: short work fills the gaps."""
+        readers = self.rev_rowptr.diff().to(torch.int64)
+        chunk = torch.arange(self.nin, device=self.device) // CHUNK
+        return (chunk * (self.k * self.nout + 1) - readers).argsort(stable=True)
+
+    def _head(self, order: Tensor) -> Tensor:
+        """The first entries of each node of ``order``."""
+        start, end = (self.rev_rowptr[order + i].to(torch.int64) for i in (0, 1))
+        entry = start + torch.arange(DEPTH, device=self.device)[:, None]
+        some = torch.cat([self.rev_kn, self.rev_kn.new_zeros(1)])  # something to look at where there is nothing
+        return some[entry.clamp(max=self.rev_kn.numel())].masked_fill(entry >= end, -1)
 
     def unpack(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Slots and output nodes, both int64, of entries of the reverse table."""

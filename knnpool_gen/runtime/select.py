@@ -5,6 +5,7 @@ Plain numbers in, plain numbers out: no tensor and no device is touched, so ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,8 +24,12 @@ MAX_BLOCKS = 32
 """Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
 STACKED_SHARED = 16 * 1024
 """A tile is stacked only up to this many bytes; twice that if it has no work for a warp otherwise."""
+LONG_COLUMN = 16
+"""Slots that each of the threads that share a column is left with, at least."""
 WARP = 32
 """Threads that work in step: as many as possible should have a column of their own."""
+WIDEST_READ = 16
+"""Bytes that one access to shared memory brings a thread at most."""
 SECTOR = 32
 """Bytes that a scattered read takes from memory, however few it asks for."""
 
@@ -71,6 +76,10 @@ class Problem:
     index_bytes: int = 2
     slot_bytes: int = 1
     entry_bytes: int = 4
+    blocked_aux: bool = False
+    """Whether aux lies in blocks of rows."""
+    aligned: bool = True
+    """Whether the tensors begin where vectors may."""
 
     @property
     def staged_nodes(self) -> int:
@@ -167,15 +176,23 @@ def configure(
         "KNNPOOL_OMIT_NAN": problem.omit_nan,
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
+        "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
     }
     macros |= {name: int(switches[name]) for name in kernel.switches}
     if kernel.node_bytes:
         chosen = _stack(problem, device, rows, kernel) if stack is None else stack
-        shared_bytes = kernel.shared_bytes(problem.staged_nodes, chosen, problem.slot_bytes)
+        shared_bytes = _shared_bytes(problem, kernel, chosen)
         by_shared = _blocks_by_shared(shared_bytes, device)
-        work = chosen * max(problem.written_nodes, -(-problem.staged_nodes // kernel.granule))
+        vector = _vector(problem, problem.staged_nodes, kernel.vector)
+        split = _split(problem, chosen)
+        work = chosen * max(problem.written_nodes * split, -(-problem.staged_nodes // vector))
         tiles = -(-problem.rows // (rows * chosen))
         macros["KNNPOOL_STACK"] = chosen
+        macros["KNNPOOL_VECTOR"] = vector
+        if problem.direction is Direction.FORWARD and problem.mode is Mode.MAX:
+            macros["KNNPOOL_SPLIT"] = split
+        if problem.direction is Direction.BACKWARD:
+            macros["KNNPOOL_OUT_VECTOR"] = _vector(problem, problem.written_nodes, kernel.out_vector)
     else:
         shared_bytes, by_shared, work = 0, MAX_BLOCKS, problem.written_nodes
         tiles = -(-problem.rows // rows)
@@ -187,8 +204,11 @@ def configure(
     if not kernel.node_bytes:
         tiles *= -(-problem.written_nodes // threads)
     macros["KNNPOOL_THREADS"] = threads
-    macros["KNNPOOL_BLOCKS"] = max(1, min(by_shared, kernel.resident_threads // threads))
-    resident = max(1, min(by_shared, device.threads_per_multiprocessor // threads))
+    by_threads = device.threads_per_multiprocessor // threads
+    blocks = max(1, min(by_shared, kernel.resident_threads // threads))
+    macros["KNNPOOL_BLOCKS"] = blocks
+    # A block looks its part of the table up once and goes on from tile to tile; of the others, as many as fit.
+    resident = max(1, min(blocks, by_threads) if kernel.node_bytes else by_threads)
     return Configuration(
         kernel=kernel,
         macros=tuple(macros.items()),
@@ -205,8 +225,7 @@ def _variants(problem: Problem, staging: Staging) -> dict[int, Kernel]:
 
 
 def _fits(problem: Problem, device: DeviceFacts, kernel: Kernel) -> bool:
-    shared_bytes = kernel.shared_bytes(problem.staged_nodes, 1, problem.slot_bytes)
-    return shared_bytes <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
+    return _shared_bytes(problem, kernel, 1) <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
 
 
 def _size(problem: Problem, device: DeviceFacts) -> str:
@@ -231,10 +250,12 @@ def _leaves_idle(problem: Problem, device: DeviceFacts) -> bool:
 
 def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[int, Kernel]) -> Iterator[int]:
     """Tile heights, best first: tall tiles as long as two share a multiprocessor and all threads have work."""
-    for rows in sorted(kernels, reverse=True):
-        shared = kernels[rows].shared_bytes(problem.staged_nodes, 1, problem.slot_bytes)
+    # One access brings 16 bytes: more of a node are not read faster, and take more registers.
+    for rows in sorted(kernels, key=lambda rows: (kernels[rows].node_bytes > WIDEST_READ, -rows)):
+        shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
-        columns = _stack(problem, device, rows, kernels[rows]) * problem.written_nodes
+        stack = _stack(problem, device, rows, kernels[rows])
+        columns = stack * problem.written_nodes * _split(problem, stack)
         if _blocks_by_shared(shared, device) >= 2 and tiles >= device.multiprocessors and columns >= WARP:
             yield rows
     yield min(kernels)
@@ -245,12 +266,34 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     stack = 1
     while (
         stack * problem.written_nodes < THREADS
-        and kernel.shared_bytes(problem.staged_nodes, 2 * stack, problem.slot_bytes)
+        and _shared_bytes(problem, kernel, 2 * stack)
         <= STACKED_SHARED * (1 if stack * problem.written_nodes >= WARP else 2)
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):
         stack *= 2
     return stack
+
+
+def _split(problem: Problem, stack: int) -> int:
+    """Threads that share a column of a maximum: as many as the block has, if each is left a good part of it."""
+    split = 1
+    if problem.mode is Mode.MAX and problem.direction is Direction.FORWARD:
+        while (
+            split < WARP
+            and stack * problem.written_nodes * 2 * split <= THREADS
+            and problem.k >= LONG_COLUMN * 2 * split
+        ):
+            split *= 2
+    return split
+
+
+def _shared_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
+    return kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
+
+
+def _vector(problem: Problem, nodes: int, most: int) -> int:
+    """How many neighbouring nodes one access brings: rows of ``nodes`` nodes must consist of whole vectors."""
+    return math.gcd(nodes, most) if problem.aligned else 1
 
 
 def _blocks_by_shared(shared_bytes: int, device: DeviceFacts) -> int:

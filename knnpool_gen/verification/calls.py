@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knnpool_gen.kernel import KernelKey
+from knnpool_gen.generated.dispatch import KERNELS
+from knnpool_gen.kernel import AUX_ROWS, KernelKey
 from knnpool_gen.reduction import Reduction, make_reduction
 from knnpool_gen.reference import reference_backward, reference_forward
+from knnpool_gen.runtime.aux_layout import AuxLayout, block_aux, can_block_aux
 from knnpool_gen.runtime.execute import problem_of
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.runtime.select import Problem
@@ -33,13 +35,24 @@ class Call:
     expected: dict[str, Tensor]
     misaligned: bool
     """Whether the call's tensors begin one element past an aligned address."""
+    layout: AuxLayout = AuxLayout.ROWS
+    """How aux lies in memory."""
 
     @property
     def problem(self) -> Problem:
         """What the choice of a configuration depends on."""
         dtype: torch.dtype = getattr(torch, self.key.dtype)
         need_aux = "aux" in self.expected
-        return problem_of(self.key.direction, self.meta, self.reduction, dtype, self.rows, need_aux)
+        return problem_of(
+            self.key.direction,
+            self.meta,
+            self.reduction,
+            dtype,
+            self.rows,
+            need_aux,
+            not self.misaligned,
+            self.layout,
+        )
 
 
 def calls(key: KernelKey, tables: Iterable[Table], rows: Sequence[int] | None = None) -> Iterator[Call]:
@@ -51,6 +64,8 @@ def calls(key: KernelKey, tables: Iterable[Table], rows: Sequence[int] | None = 
                 yield _call(key, meta, table.name, count, options, misaligned=(count + number) % 2 == 1)
         if key.mode is Mode.MAX and key.direction is Direction.FORWARD:
             yield _call(key, meta, table.name, key.rows + 1, {}, misaligned=False, need_aux=False)
+        if can_block_aux(KERNELS[key]):
+            yield _call(key, meta, table.name, 3 * AUX_ROWS, {}, misaligned=False, layout=AuxLayout.BLOCKS)
 
 
 def _options(key: KernelKey, meta: PoolMeta) -> Iterator[dict[str, str | bool | Tensor]]:
@@ -74,6 +89,7 @@ def _call(
     options: dict[str, str | bool | Tensor],
     misaligned: bool,
     need_aux: bool = True,
+    layout: AuxLayout = AuxLayout.ROWS,
 ) -> Call:
     dtype: torch.dtype = getattr(torch, key.dtype)
     reduction = make_reduction(meta, dtype, key.mode.value, **options)  # type: ignore[arg-type]
@@ -88,6 +104,18 @@ def _call(
         inputs, expected = {"grad_y": grad_y}, {"grad_x": reference_backward(meta, grad_y, aux, reduction)}
         if aux is not None:
             inputs["aux"] = aux
+    if aux is not None and layout is AuxLayout.BLOCKS:
+        for tensors in (inputs, expected):
+            tensors.update({"aux": block_aux(aux)} if "aux" in tensors else {})
     shown = [f"{name}={value}" for name, value in options.items() if not isinstance(value, Tensor)]
-    name = ", ".join([table, f"{rows} row(s)", *shown, *["misaligned"] * misaligned, *["no aux"] * (not need_aux)])
-    return Call(name, key, meta, rows, options, reduction, inputs, expected, misaligned)
+    name = ", ".join(
+        [
+            table,
+            f"{rows} row(s)",
+            *shown,
+            *["misaligned"] * misaligned,
+            *["no aux"] * (not need_aux),
+            *["aux in blocks"] * (layout is AuxLayout.BLOCKS),
+        ]
+    )
+    return Call(name, key, meta, rows, options, reduction, inputs, expected, misaligned, layout)

@@ -30,7 +30,7 @@ UNWRITTEN = 0x55
 
 MISALIGNMENT = 4
 """Bytes off a vector's alignment, yet right for the elements of every table."""
-TYPES = ("KNNPOOL_INDEX", "KNNPOOL_SLOT", "KNNPOOL_ENTRY")
+TYPES = ("KNNPOOL_INDEX", "KNNPOOL_SLOT", "KNNPOOL_ENTRY", "KNNPOOL_VECTOR", "KNNPOOL_OUT_VECTOR")
 """Macros that are fixed when a source is built; all others change from launch to launch."""
 
 
@@ -81,7 +81,7 @@ class _Prepared:
 def _prepare(kernel: Kernel, call: Call) -> _Prepared:
     problem = call.problem
     # Plain tiles and stacked ones, whatever the choice for this problem would be.
-    doubled = kernel.shared_bytes(problem.staged_nodes, 2, problem.slot_bytes)
+    doubled = kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, 2, problem.slot_bytes)
     stack = 1 if call.misaligned or doubled > SMALL_DEVICE.shared_per_block else 2
     configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel, stack)
     outputs = {name: torch.empty_like(expected) for name, expected in call.expected.items()}
@@ -106,7 +106,9 @@ def _prepare(kernel: Kernel, call: Call) -> _Prepared:
         arguments=tuple(arguments),
         concurrent=configuration.grid,
         misalign=max(MISALIGNMENT, _widest(call)) if call.misaligned else 0,
-        parameters={name: value for name, value in configuration.macros if isinstance(value, int)},
+        parameters={
+            name: value for name, value in configuration.macros if isinstance(value, int) and name not in TYPES
+        },
     )
     types = tuple((name, str(value)) for name, value in configuration.macros if name in TYPES)
     return _Prepared(launch, types, outputs)

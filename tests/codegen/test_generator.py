@@ -303,7 +303,7 @@ def test_a_template_that_does_not_render(
 
 def test_an_undefined_name_deep_inside_is_found_where_it_stands(templates: Path, refusal: Callable[[], str]) -> None:
     """Not where the template begins that imports the one with the fault."""
-    replace(templates / MAX, "y[out] = row_of(best, r);\n", "y[out] = {{ nothing }};\n")
+    replace(templates / MAX, "%}row_of(best, r){%", "%}{{ nothing }}{%")
     text = (templates / MAX).read_text()
     number = text[: text.index("{{ nothing }}")].count("\n") + 1
     assert refusal() == f"template {MAX}:{number}: 'nothing' is undefined"

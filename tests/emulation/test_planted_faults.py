@@ -36,25 +36,22 @@ def faults_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str,
     return run
 
 
-FULL_TILES_ONLY = (
-    "const int live = rows - first < TILE_ROWS ? static_cast<int>(rows - first) : TILE_ROWS;",
-    "const int live = TILE_ROWS;",
-)
+READS_PAST_THE_END = ("ROWS * s + r < live ? from[r * (nodes / VECTOR)]", "true ? from[r * (nodes / VECTOR)]")
 NO_FIRST_BARRIER = ("__syncthreads();  // the tile is complete", "")
 NO_LAST_BARRIER = ("__syncthreads();  // nobody reads the tile any more", "")
 LATER_TIES_WIN = ("? greater(node.word[w], best[w])", "? ~greater(best[w], node.word[w])")
 
 
 def test_reads_past_the_last_row_are_found(faults_of) -> None:
-    (fault,) = faults_of(*FULL_TILES_ONLY, Sanitizer.ADDRESS)
+    (fault,) = faults_of(*READS_PAST_THE_END, Sanitizer.ADDRESS)
     assert "heap-buffer-overflow" in fault
     assert f"{KERNEL.name}.cu:" in fault
 
 
 def test_writes_past_the_tile_are_found(faults_of) -> None:
     (fault,) = faults_of(
-        "tile[p * room + position(node)] = piece;",
-        "tile[p * room + position(node) + 8] = piece;",
+        "tile[p * room + position(node, VECTOR)] = piece;",
+        "tile[p * room + position(node, VECTOR) + 8] = piece;",
         Sanitizer.ADDRESS,
     )
     assert "heap-buffer-overflow" in fault
