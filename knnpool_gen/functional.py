@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.ops import KNNPoolFunction
 from knnpool_gen.pooling import check_input, forward
@@ -38,6 +39,8 @@ def pool_function(
         raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
     if x.dim() == 0:
         raise InvalidArgumentError("x has no dimensions; wanted [..., Nin]")
+    if library.watched(x):
+        return library.pool(x, indices, mode, nan, empty_value, weights, normalize_weights)
     meta = plan_for(indices, x.shape[-1], x.device)
     check_input(meta, x)
     return apply(x, meta, make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights))
