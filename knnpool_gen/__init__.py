@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knnpool_gen.errors import (
+        CaptureError,
         CompileError,
         InvalidArgumentError,
         KernelError,
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
         UnknownModeError,
         UnsupportedTypeError,
     )
-    from knnpool_gen.functional import clear_pool_cache, optimized_pool_forward, pool_function
+    from knnpool_gen.functional import clear_pool_cache, optimized_pool_forward, pool_function, prepare
     from knnpool_gen.ops import KNNPoolFunction
     from knnpool_gen.pooling import pool_backward, pool_forward
     from knnpool_gen.runtime.plan import PoolMeta, ensure_pool_metadata, pool_meta_from_indices
 
 __all__ = [
+    "CaptureError",
     "CompileError",
     "InvalidArgumentError",
     "KNNPoolError",
@@ -47,6 +49,7 @@ __all__ = [
     "pool_forward",
     "pool_function",
     "pool_meta_from_indices",
+    "prepare",
 ]
 
 _HOMES = {
@@ -59,6 +62,7 @@ _HOMES = {
     "pool_forward": "knnpool_gen.pooling",
     "pool_function": "knnpool_gen.functional",
     "pool_meta_from_indices": "knnpool_gen.runtime.plan",
+    "prepare": "knnpool_gen.functional",
 }
 
 

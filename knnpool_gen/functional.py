@@ -12,7 +12,7 @@ from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownMod
 from knnpool_gen.ops import KNNPoolFunction
 from knnpool_gen.pooling import check_input, forward
 from knnpool_gen.reduction import Reduction, make_reduction
-from knnpool_gen.runtime import canary, launch
+from knnpool_gen.runtime import canary, capture, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for
 from knnpool_gen.runtime.weights import clear_weights
 from knnpool_gen.vocabulary import Mode
@@ -46,8 +46,37 @@ def pool_function(
     return apply(x, meta, make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights))
 
 
+def prepare(
+    x: Tensor,
+    indices: Tensor,
+    mode: str,
+    *,
+    nan: str | None = None,
+    empty_value: float | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
+) -> None:
+    """Do ahead what the first :func:`pool_function` of such arguments and its backward would: build, compile, load.
+
+    A CUDA graph capture needs the plan of the table to be there, and finds out faster if the kernels are. ``x`` may
+    hold anything; it is its shape, dtype and device that choose the kernels.
+
+    Raises:
+        CaptureError: a capture is under way.
+    """
+    capture.refuse("prepare waits for the device")
+    options: dict[str, Any] = {"nan": nan, "empty_value": empty_value, "weights": weights}
+    for wants_gradient in (False, True):
+        leaf = x.detach().requires_grad_(wants_gradient)
+        with torch.set_grad_enabled(wants_gradient):
+            y = pool_function(leaf, indices, mode, normalize_weights=normalize_weights, **options)
+    torch.autograd.grad(y, leaf, torch.zeros_like(y))
+
+
 def apply(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
     """Pool with a plan in hand, with gradients where ``x`` wants them."""
+    if library.watched(x):
+        return library.pool_with_plan(x, meta, reduction)
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = KNNPoolFunction.apply(x, meta, reduction, True)  # type: ignore[no-untyped-call]
         return y

@@ -11,6 +11,7 @@ while tracing. It looks the plan up when it runs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,11 @@ from knnpool_gen import pooling
 from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.reduction import Reduction, check_options, make_reduction
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, plan_for
+from knnpool_gen.runtime.table_cache import same_table
 from knnpool_gen.tangent import tangent
 from knnpool_gen.vocabulary import Mode
 
-_library = torch.library.Library("knnpool", "DEF")
+_library: Any = torch.library.Library("knnpool", "DEF")  # type: ignore[no-untyped-call]
 _ops = torch.ops.knnpool
 
 # What `backward` and `tangent` have to know of a forward: first the tensors, then the rest.
@@ -38,9 +40,13 @@ _SCHEMAS = (
     f"tangent(Tensor change, {_FORWARD}) -> Tensor",
 )
 _KEPT_TENSORS = 4
+_Function = Callable[..., Any]
 
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+_lent: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
 
 
 def watched(x: Tensor) -> bool:
@@ -84,13 +90,22 @@ def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMe
 
 
 def _of(meta: PoolMeta, reduction: Reduction) -> tuple[Any, ...]:
-    """A plan and a reduction as operators take them."""
+    """A plan and a reduction as operators take them: the table of a plan leads back to it."""
+    _lent[id(meta.indices)] = meta
     weights = None if reduction.weights is None else reduction.weights.weights
     nan = "omit" if reduction.omit_nan else "propagate"
     return meta.indices, weights, meta.nin, reduction.mode.value, nan, reduction.normalize
 
 
 # What runs.
+
+
+def _tables(indices: Tensor, weights: Tensor | None, nin: int, device: torch.device) -> tuple[PoolMeta, Tensor | None]:
+    """The plan, and the weights as the tensor that their derived tables are kept for."""
+    lent = _lent.get(id(indices))
+    if lent is None or lent.indices is not indices or (lent.nin, lent.device) != (nin, device):
+        lent = plan_for(same_table(indices), nin, device)
+    return lent, None if weights is None else same_table(weights)
 
 
 def _forward(
@@ -102,7 +117,7 @@ def _forward(
     normalize: bool,
     empty_value: float | None,
 ) -> Tensor:
-    meta = plan_for(indices, x.shape[-1], x.device)
+    meta, weights = _tables(indices, weights, x.shape[-1], x.device)
     options: dict[str, Any] = {"empty_value": empty_value, "weights": weights, "normalize_weights": normalize}
     return pooling.pool_forward(meta, x, mode, need_aux=False, nan=nan, **options)[0]
 
@@ -110,7 +125,7 @@ def _forward(
 def _forward_max(
     x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    meta = plan_for(indices, x.shape[-1], x.device)
+    meta, _ = _tables(indices, None, x.shape[-1], x.device)
     return pooling.pool_forward(meta, x, "max", nan=nan, empty_value=empty_value)
 
 
@@ -125,7 +140,7 @@ def _backward(
     nan: str | None,
     normalize: bool,
 ) -> Tensor:
-    meta = plan_for(indices, nin, grad_y.device)
+    meta, weights = _tables(indices, weights, nin, grad_y.device)
     options: dict[str, Any] = {"weights": weights, "normalize_weights": normalize}
     return pooling.pool_backward(meta, grad_y, aux, mode, nan=nan, x=x, **options)
 
@@ -141,7 +156,7 @@ def _tangent(
     nan: str | None,
     normalize: bool,
 ) -> Tensor:
-    meta = plan_for(indices, nin, change.device)
+    meta, weights = _tables(indices, weights, nin, change.device)
     pooling.check_input(meta, change)
     reduction = make_reduction(meta, change.dtype, mode, nan, None, weights, normalize)
     return tangent(meta, change, aux, reduction, x)
@@ -164,9 +179,7 @@ def _forward_shape(
     return x.new_empty((*x.shape[:-1], indices.shape[1]))
 
 
-def _forward_max_shape(
-    x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None
-) -> tuple[Tensor, Tensor]:
+def _forward_max_shape(x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None) -> tuple[Tensor, Tensor]:
     y = _forward_shape(x, indices, None, "max", nan, False, empty_value)
     return y, y.new_empty(y.shape, dtype=aux_dtype(indices.shape[0]))
 
@@ -304,7 +317,7 @@ def _pooled(x: Tensor, indices: Tensor, weights: Tensor | None, mode: str, *othe
     return _Forward.apply(x, indices, weights, mode, *others)  # type: ignore[no-untyped-call]
 
 
-def _register(name: str, run: Callable[..., Any], shape: Callable[..., Any], differentiable: Callable[..., Any]) -> None:
+def _register(name: str, run: _Function, shape: _Function, differentiable: _Function) -> None:
     operator = getattr(_ops, name).default
 
     def plain_or_differentiable(values: Tensor, *others: Any) -> Any:

@@ -94,6 +94,7 @@ class Machine:
     compiled: list[tuple[str, str, Any]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
     devices_set: list[int] = field(default_factory=list)
+    capture_mode: int = 0
 
 
 @pytest.fixture
@@ -113,7 +114,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         machine.compiled.append((kernel.name, arch, macros))
         return f"{kernel.name} {arch} {macros}".encode()
 
+    def exchange(mode: Any) -> int:
+        machine.capture_mode, mode._obj.value = mode._obj.value, machine.capture_mode
+        return 0
+
     monkeypatch.setattr(cuda, "driver", lambda: machine.driver)
+    monkeypatch.setattr(cuda, "capture_mode_exchange", lambda: exchange)
     monkeypatch.setattr(cuda, "runtime", lambda: SimpleNamespace(setDevice=set_device))
     monkeypatch.setattr(compile, "cubin", cubin)
     monkeypatch.setattr(torch.cuda, "device", device)

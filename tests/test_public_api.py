@@ -19,6 +19,7 @@ from knnpool_gen import errors
 REQUIRED = inspect.Parameter.empty
 
 NAMES = [
+    "CaptureError",
     "CompileError",
     "InvalidArgumentError",
     "KNNPoolError",
@@ -38,6 +39,7 @@ NAMES = [
     "pool_forward",
     "pool_function",
     "pool_meta_from_indices",
+    "prepare",
 ]
 
 SEED = {
@@ -57,6 +59,7 @@ TREE = {
     "OutOfReachError": (errors.InvalidArgumentError,),
     "UnsupportedTypeError": (errors.KNNPoolError, TypeError),
     "SpecError": (errors.KNNPoolError, ValueError),
+    "CaptureError": (errors.KNNPoolError, RuntimeError),
     "KernelError": (errors.KNNPoolError, RuntimeError),
     "MissingDependencyError": (errors.KernelError, ImportError),
     "CompileError": (errors.KernelError,),

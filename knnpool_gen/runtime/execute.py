@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
-from knnpool_gen.runtime import canary
+from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.launch import device_facts, launch
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import Problem, select
@@ -68,6 +68,9 @@ def _run(
             values[name] = table(meta, reduction, name).data_ptr()
     what = (configuration.kernel, configuration.macros, device)
     with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            capture.hold(meta)
+            capture.hold(reduction.weights)
         if canary.due(what):
             name = configuration.kernel.name
             canary.check(what, name, outputs, lambda: launch(configuration, device, values))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
+from knnpool_gen.runtime import capture
 from knnpool_gen.runtime.table_cache import TableCache, TableStamp
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -107,7 +108,8 @@ class PoolMeta:
             return self
         moved = object.__new__(PoolMeta)
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
-        return _finished(moved)
+        capture.wait(moved.device)
+        return moved
 
 
 def aux_dtype(k: int) -> torch.dtype:
@@ -136,14 +138,7 @@ def _moved(value: object, device: DeviceLike) -> object:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _finished(plan: PoolMeta) -> PoolMeta:
-    """Wait until the tensors are written: a plan is used from other streams than the one that built it."""
-    if plan.device.type == "cuda":
-        torch.cuda.current_stream(plan.device).synchronize()
-    return plan
-
-
-@ordinary_tensors()
+@capture.built_apart
 def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
     """Build the plan of a neighbour table.
 
@@ -158,6 +153,8 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         InvalidArgumentError: wrong rank, a negative entry or ``nin``, or a size that is not supported.
     """
     _check_table(indices)
+    if indices.is_meta:
+        raise InvalidArgumentError("indices is a meta tensor: the plan of a table depends on its values")
     nin = _checked_nin(nin)
     k, nout = indices.shape
     for name, size in (("K * Nout", k * nout), ("Nin", nin)):
@@ -192,7 +189,8 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         rev_kn=entries if wide else entries.to(torch.int32),
         device=device,
     )
-    return _finished(plan)
+    capture.wait(device)
+    return plan
 
 
 class PlanCache:

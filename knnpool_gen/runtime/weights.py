@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
-from knnpool_gen.runtime.plan import PoolMeta, ordinary_tensors
+from knnpool_gen.runtime import capture
+from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.runtime.table_cache import TableCache
 
 EPSILON = 1e-8
@@ -61,7 +62,7 @@ def clear_weights() -> None:
         _prepared.clear()
 
 
-@ordinary_tensors()
+@capture.built_apart
 @torch.no_grad()
 def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
     table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
@@ -69,4 +70,6 @@ def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
     for row in table:  # slots ascending, as the kernels add
         size += row
     slots, nodes = meta.unpack(meta.rev_kn)
-    return PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
+    derived = PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
+    capture.wait(meta.device)
+    return derived
