@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from knnpool_gen import pooling
-from knnpool_gen.errors import InvalidArgumentError
+from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.reduction import Reduction, check_options, make_reduction
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, plan_for
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for
 from knnpool_gen.runtime.table_cache import same_table
+from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
 from knnpool_gen.vocabulary import Mode
 
@@ -46,18 +48,25 @@ for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
+# Bound once, for `watched` is asked at every call.
+_transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
 _lent: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
 
 
 def watched(x: Tensor) -> bool:
     """Whether pooling ``x`` takes an operator: more than plain autograd looks on, or ``x`` is no ordinary tensor."""
     return (
-        torch.compiler.is_compiling()  # first: it is all that a compiler is to see of this
+        is_compiling()  # first: it is all that a compiler is to see of this
         or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
-        or x.layout is not torch.strided
+        or _transforms_active()
+        or _dispatch_modes() > 0
+        or type(x) not in _ORDINARY
+        or x.layout is not _STRIDED
+        or x.is_nested
         or x.is_meta
     )
 
@@ -72,29 +81,21 @@ def pool(
     normalize_weights: bool = False,
 ) -> Tensor:
     """What :func:`knnpool_gen.pool_function` computes, through the operators."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+        raise UnsupportedTypeError(f"x is {kind}; wanted a dense tensor [..., Nin]")
     y: Tensor = _ops.forward.default(x, indices, weights, mode, nan, normalize_weights, empty_value)
     return y
 
 
-def pool_with_plan(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
-    """The same with a plan in hand."""
-    indices, weights, _, *options = _of(meta, reduction)
-    y: Tensor = _ops.forward.default(x, indices, weights, *options, reduction.empty_value)
-    return y
-
-
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
-    """The gradient of ``x`` with a plan in hand, itself differentiable."""
-    grad_x: Tensor = _ops.backward.default(grad_y, aux, x, *_of(meta, reduction))
-    return grad_x
-
-
-def _of(meta: PoolMeta, reduction: Reduction) -> tuple[Any, ...]:
-    """A plan and a reduction as operators take them: the table of a plan leads back to it."""
+    """The gradient of ``x`` for a plan in hand, itself differentiable. The plan's own table leads back to it."""
     _lent[id(meta.indices)] = meta
     weights = None if reduction.weights is None else reduction.weights.weights
     nan = "omit" if reduction.omit_nan else "propagate"
-    return meta.indices, weights, meta.nin, reduction.mode.value, nan, reduction.normalize
+    of_forward = (aux, x, meta.indices, weights, meta.nin, reduction.mode.value, nan, reduction.normalize)
+    grad_x: Tensor = _ops.backward.default(grad_y, *of_forward)
+    return grad_x
 
 
 # What runs.
@@ -176,6 +177,9 @@ def _forward_shape(
 ) -> Tensor:
     pooling.check_kind("x", x)
     check_options(mode, nan, weights, normalize)
+    check_table(indices)
+    if weights is not None:
+        check_weights(weights, *indices.shape)
     return x.new_empty((*x.shape[:-1], indices.shape[1]))
 
 

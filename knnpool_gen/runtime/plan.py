@@ -152,7 +152,7 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         UnsupportedTypeError: ``indices`` is no integer tensor, or ``nin`` no integer.
         InvalidArgumentError: wrong rank, a negative entry or ``nin``, or a size that is not supported.
     """
-    _check_table(indices)
+    check_table(indices)
     if indices.is_meta:
         raise InvalidArgumentError("indices is a meta tensor: the plan of a table depends on its values")
     nin = _checked_nin(nin)
@@ -206,7 +206,7 @@ class PlanCache:
 
     def get(self, indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
         """Return the plan of ``indices`` as it is now; arguments as for :func:`pool_meta_from_indices`."""
-        _check_table(indices)
+        check_table(indices)
         nodes = _checked_nin(nin)
         where = indices.device if device is None else resolve_device(device)
         return self._plans.get(indices, (nodes, where), lambda: pool_meta_from_indices(indices, nodes, where))
@@ -245,7 +245,7 @@ def ensure_pool_metadata(layer: object, device: DeviceLike | None = None) -> Poo
         UnsupportedTypeError: the layer lacks one of these attributes.
         InvalidArgumentError: as :func:`pool_meta_from_indices`.
     """
-    indices, nin = _table_of(layer)
+    indices, nin = table_of(layer)
     device = indices.device if device is None else resolve_device(device)
 
     # The stamp is read before the plan and written after it, so that it never vouches for an older plan.
@@ -274,13 +274,13 @@ def resolve_device(device: DeviceLike) -> torch.device:
     return torch.empty(0, device=device).device if device.index is None else device
 
 
-def _table_of(layer: object) -> tuple[Tensor, int]:
-    """The table and Nin of a layer like fovi's ``KNNPoolingLayer``, checked."""
+def table_of(layer: object) -> tuple[Tensor, int]:
+    """Return the table and Nin of a layer like fovi's ``KNNPoolingLayer``, checked."""
     kind = type(layer).__name__
     indices = getattr(layer, "knn_indices_pad_token", None)
     if indices is None:
         raise UnsupportedTypeError(f"{kind} has no knn_indices_pad_token, the table of a pooling layer")
-    _check_table(indices)
+    check_table(indices)
     nin = getattr(layer, "knn_pad_token_val", None)
     if nin is None:
         coordinates = getattr(layer, "in_coords", None)
@@ -290,7 +290,7 @@ def _table_of(layer: object) -> tuple[Tensor, int]:
     return indices, _checked_nin(nin)
 
 
-def _check_table(indices: object) -> None:
+def check_table(indices: object) -> None:
     """Check what a look at a table tells; its values are checked when a plan is built."""
     if not isinstance(indices, Tensor):
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {type(indices).__name__}")

@@ -42,18 +42,21 @@ def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> Pool
         UnsupportedTypeError: ``weights`` is no floating-point tensor.
         InvalidArgumentError: its shape is not that of the table, or it wants a gradient.
     """
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
-    if weights.shape != (meta.k, meta.nout):
-        raise InvalidArgumentError(
-            f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{meta.k}, {meta.nout}]"
-        )
-    if weights.requires_grad:
-        raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
+    check_weights(weights, meta.k, meta.nout)
     with _lock:
         tables = _prepared.setdefault(meta, TableCache())
     return tables.get(weights, dtype, lambda: _derive(meta, weights, dtype))
+
+
+def check_weights(weights: Tensor, k: int, nout: int) -> None:
+    """Check what a look at weights tells, for a table ``[k, nout]``; raises as :func:`prepare_weights`."""
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
+    if weights.shape != (k, nout):
+        raise InvalidArgumentError(f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{k}, {nout}]")
+    if weights.requires_grad:
+        raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
 
 
 def clear_weights() -> None:
