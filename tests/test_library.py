@@ -242,5 +242,5 @@ def test_nested_inputs(layout: torch.layout) -> None:
 
 
 def test_a_table_without_values() -> None:
-    with pytest.raises(InvalidArgumentError, match="indices is a meta tensor: the plan .* depends on its values"):
+    with pytest.raises(InvalidArgumentError, match=r"indices is a meta tensor: the plan .* depends on its values"):
         pool_function(torch.ones(2, NIN), TABLE.to("meta"), "max")
