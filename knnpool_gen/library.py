@@ -81,11 +81,22 @@ def pool(
     normalize_weights: bool = False,
 ) -> Tensor:
     """What :func:`knnpool_gen.pool_function` computes, through the operators."""
+    _check_dense(x)
+    y: Tensor = _ops.forward.default(x, indices, weights, mode, nan, normalize_weights, empty_value)
+    return y
+
+
+def pool_max(x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None) -> tuple[Tensor, Tensor]:
+    """The maxima, and the slots that won as ``aux`` of :func:`knnpool_gen.pool_forward` has them."""
+    _check_dense(x)
+    y, slots = _ops.forward_max.default(x, indices, nan, empty_value)
+    return y, slots
+
+
+def _check_dense(x: Tensor) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
         raise UnsupportedTypeError(f"x is {kind}; wanted a dense tensor [..., Nin]")
-    y: Tensor = _ops.forward.default(x, indices, weights, mode, nan, normalize_weights, empty_value)
-    return y
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
