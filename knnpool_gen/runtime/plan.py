@@ -216,7 +216,7 @@ class PlanCache:
         self._plans.clear()
 
 
-_plans = PlanCache()
+_plans = PlanCache(limit=4096)  # more layers than a model has; a plan goes with its table anyway
 
 
 def plan_for(indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
