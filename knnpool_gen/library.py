@@ -11,7 +11,6 @@ while tracing. It looks the plan up when it runs.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.compiler import is_compiling
 from knnpool_gen import pooling
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.reduction import Reduction, check_options, make_reduction
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for, plan_of_own_table
 from knnpool_gen.runtime.table_cache import same_table
 from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
@@ -53,8 +52,6 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-
-_lent: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
 
 
 def watched(x: Tensor) -> bool:
@@ -89,8 +86,7 @@ def pool(
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
-    """The gradient of ``x`` for a plan in hand, itself differentiable. The plan's own table leads back to it."""
-    _lent[id(meta.indices)] = meta
+    """The gradient of ``x`` for a plan in hand, itself differentiable; the plan's own table leads back to it."""
     weights = None if reduction.weights is None else reduction.weights.weights
     nan = "omit" if reduction.omit_nan else "propagate"
     of_forward = (aux, x, meta.indices, weights, meta.nin, reduction.mode.value, nan, reduction.normalize)
@@ -103,10 +99,10 @@ def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMe
 
 def _tables(indices: Tensor, weights: Tensor | None, nin: int, device: torch.device) -> tuple[PoolMeta, Tensor | None]:
     """The plan, and the weights as the tensor that their derived tables are kept for."""
-    lent = _lent.get(id(indices))
-    if lent is None or lent.indices is not indices or (lent.nin, lent.device) != (nin, device):
-        lent = plan_for(same_table(indices), nin, device)
-    return lent, None if weights is None else same_table(weights)
+    plan = plan_of_own_table(indices)
+    if plan is None or (plan.nin, plan.device) != (nin, device):
+        plan = plan_for(same_table(indices), nin, device)
+    return plan, None if weights is None else same_table(weights)
 
 
 def _forward(
