@@ -221,6 +221,11 @@ def _check_not_batched(**dims: int | None) -> None:
             raise InvalidArgumentError(f"vmap over {name}: every table has a plan of its own, so loop over them")
 
 
+def _check_constant(differentiated: bool) -> None:
+    if differentiated:
+        raise InvalidArgumentError("weights are differentiated by a transform, which is not supported: detach them")
+
+
 class _Forward(torch.autograd.Function):
     """All modes but max."""
 
@@ -232,6 +237,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, indices, weights, mode, nan, normalize, _ = inputs
+        _check_constant(ctx.needs_input_grad[2])
+        ctx.set_materialize_grads(False)
         reduction = Reduction(*check_options(mode, nan, weights, normalize))
         wanted = x if reduction.backward_reads_x else None
         _keep(ctx, (None, wanted, indices, weights, x.shape[-1], mode, nan, normalize))
@@ -242,6 +249,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *changes: Any) -> Any:
+        _check_constant(changes[2] is not None)
         return _ops.tangent.default(changes[0], *_kept(ctx))
 
     @staticmethod
@@ -312,7 +320,8 @@ def _linear(name: str, transposed: str) -> type[torch.autograd.Function]:
 def _pooled(x: Tensor, indices: Tensor, weights: Tensor | None, mode: str, *others: Any) -> Any:
     """``forward``, so that it can be differentiated: for max, an operator that gives the winning slots as well."""
     if mode == Mode.MAX.value:
-        nan, _, empty_value = others
+        nan, normalize, empty_value = others
+        check_options(mode, nan, weights, normalize)
         return _ops.forward_max.default(x, indices, nan, empty_value)[0]
     return _Forward.apply(x, indices, weights, mode, *others)  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from formulas import FILLED, NIN, TABLE, any_case, any_mode, options, pooled, values
-from knnpool_gen import pool_function
+from knnpool_gen import pool_forward, pool_function, pool_meta_from_indices
 from knnpool_gen.runtime import plan
 from tables import DTYPES, assert_same_bits
 
@@ -194,6 +194,31 @@ def test_fake_tensors() -> None:
         y = pool_function(x, torch.zeros(3, 4, device="cuda", dtype=torch.int32), "max")
         y.sum().backward()
     assert (y.shape, y.dtype, y.device.type) == ((2, 4), torch.float16, "cuda")
+
+
+def test_the_layer_below_runs_in_compiled_code_too() -> None:
+    """It takes a plan, which no graph can hold: the graph breaks there."""
+    meta = pool_meta_from_indices(TABLE, NIN, "cuda")
+    fast = torch.compile(lambda x: pool_forward(meta, x.sin(), "max")[0] * 2, backend="aot_eager")
+    for _ in range(2):
+        close(fast(values(2, NIN).cuda()), pooled(values(2, NIN).sin(), TABLE, "max") * 2)
+
+
+@any_case
+def test_transforms_in_a_graph(mode: str, nan: str, normalize: bool) -> None:
+    table, chosen = TABLE.cuda(), options(mode, nan, normalize)
+    on_device = moved(chosen)
+
+    def transformed(pool: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+        def loss(x: Tensor) -> Tensor:
+            return (pool(x)[..., FILLED] ** 3).sum()
+
+        return lambda x: (vmap(grad(loss))(x), jvp(loss, (x,), (x,)))
+
+    ours = transformed(lambda x: pool_function(x, table, mode, **on_device))
+    theirs = transformed(lambda x: pooled(x, TABLE, mode, **chosen))
+    x = values(3, NIN)
+    close(torch.compile(ours, fullgraph=True, backend="aot_eager")(x.cuda()), theirs(x))
 
 
 @any_mode
