@@ -11,7 +11,6 @@ while tracing. It looks the plan up when it runs.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.compiler import is_compiling
 from knnpool_gen import pooling
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.reduction import Reduction, check_options, make_reduction
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for, plan_of_own_table
 from knnpool_gen.runtime.table_cache import same_table
 from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
@@ -53,8 +52,6 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-
-_lent: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
 
 
 def watched(x: Tensor) -> bool:
@@ -100,8 +97,7 @@ def _check_dense(x: Tensor) -> None:
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
-    """The gradient of ``x`` for a plan in hand, itself differentiable. The plan's own table leads back to it."""
-    _lent[id(meta.indices)] = meta
+    """The gradient of ``x`` for a plan in hand, itself differentiable; the plan's own table leads back to it."""
     weights = None if reduction.weights is None else reduction.weights.weights
     nan = "omit" if reduction.omit_nan else "propagate"
     of_forward = (aux, x, meta.indices, weights, meta.nin, reduction.mode.value, nan, reduction.normalize)
@@ -114,10 +110,10 @@ def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMe
 
 def _tables(indices: Tensor, weights: Tensor | None, nin: int, device: torch.device) -> tuple[PoolMeta, Tensor | None]:
     """The plan, and the weights as the tensor that their derived tables are kept for."""
-    lent = _lent.get(id(indices))
-    if lent is None or lent.indices is not indices or (lent.nin, lent.device) != (nin, device):
-        lent = plan_for(same_table(indices), nin, device)
-    return lent, None if weights is None else same_table(weights)
+    plan = plan_of_own_table(indices)
+    if plan is None or (plan.nin, plan.device) != (nin, device):
+        plan = plan_for(same_table(indices), nin, device)
+    return plan, None if weights is None else same_table(weights)
 
 
 def _forward(
@@ -236,6 +232,11 @@ def _check_not_batched(**dims: int | None) -> None:
             raise InvalidArgumentError(f"vmap over {name}: every table has a plan of its own, so loop over them")
 
 
+def _check_constant(differentiated: bool) -> None:
+    if differentiated:
+        raise InvalidArgumentError("weights are differentiated by a transform, which is not supported: detach them")
+
+
 class _Forward(torch.autograd.Function):
     """All modes but max."""
 
@@ -247,6 +248,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, indices, weights, mode, nan, normalize, _ = inputs
+        _check_constant(ctx.needs_input_grad[2])
+        ctx.set_materialize_grads(False)
         reduction = Reduction(*check_options(mode, nan, weights, normalize))
         wanted = x if reduction.backward_reads_x else None
         _keep(ctx, (None, wanted, indices, weights, x.shape[-1], mode, nan, normalize))
@@ -257,6 +260,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *changes: Any) -> Any:
+        _check_constant(changes[2] is not None)
         return _ops.tangent.default(changes[0], *_kept(ctx))
 
     @staticmethod
@@ -327,7 +331,8 @@ def _linear(name: str, transposed: str) -> type[torch.autograd.Function]:
 def _pooled(x: Tensor, indices: Tensor, weights: Tensor | None, mode: str, *others: Any) -> Any:
     """``forward``, so that it can be differentiated: for max, an operator that gives the winning slots as well."""
     if mode == Mode.MAX.value:
-        nan, _, empty_value = others
+        nan, normalize, empty_value = others
+        check_options(mode, nan, weights, normalize)
         return _ops.forward_max.default(x, indices, nan, empty_value)[0]
     return _Forward.apply(x, indices, weights, mode, *others)  # type: ignore[no-untyped-call]
 

@@ -221,8 +221,10 @@ def test_a_double_backward_builds_no_second_plan(monkeypatch: pytest.MonkeyPatch
 def test_what_is_refused_while_tracing(mode: str, changed: dict[str, Any], kind: Any, message: str) -> None:
     arguments = {"x": torch.ones(2, NIN), "indices": TABLE} | changed
     arguments["x"] = arguments["x"].to("meta")
-    with pytest.raises(kind, match=message):
-        pool_function(**arguments, mode=mode)
+    for wants_gradient in {False, arguments["x"].is_floating_point()}:
+        arguments["x"].requires_grad_(wants_gradient)
+        with pytest.raises(kind, match=message):
+            pool_function(**arguments, mode=mode)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")

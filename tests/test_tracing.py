@@ -177,6 +177,24 @@ def test_make_fx(mode: str) -> None:
     torch.testing.assert_close(graph(values(2, NIN)), pooled(values(2, NIN), TABLE, mode, **chosen), equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@any_mode
+def test_compiled_autograd(mode: str) -> None:
+    """Only the backward of an eager forward is compiled."""
+    chosen = options(mode, "omit")
+    x = values(2, NIN).requires_grad_()
+    y = pool_function(x, TABLE, mode, empty_value=0.0, **chosen)
+    with torch._dynamo.compiled_autograd._enable(compiled_backward):
+        (y**2).sum().backward()
+    leaf = values(2, NIN).requires_grad_()
+    (expected,) = torch.autograd.grad((pooled(leaf, TABLE, mode, empty_value=0.0, **chosen) ** 2).sum(), leaf)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def compiled_backward(graph: Any) -> Any:
+    return torch.compile(graph, backend="aot_eager", fullgraph=True)
+
+
 # Ways of running that hold compiled as they do in eager mode.
 
 

@@ -142,6 +142,28 @@ def test_gradients_per_sample_of_a_module(mode: str) -> None:
     close(per_sample, formula(layer.scale.detach(), x))
 
 
+def test_weights_are_not_differentiated_by_any_transform() -> None:
+    x, weights = values(NIN), torch.ones(TABLE.shape, dtype=torch.float64)
+
+    def loss(weights: Tensor) -> Tensor:
+        return pool_function(x, TABLE, "weighted", weights=weights).sum()
+
+    transforms: list[Callable[[], Any]] = [
+        lambda: grad(loss)(weights),
+        lambda: grad(lambda w: grad(lambda x: pool_function(x, TABLE, "weighted", weights=w).sum())(x).sum())(weights),
+        lambda: jvp(loss, (weights,), (weights,)),
+        lambda: vmap(grad(loss))(weights.expand(2, 3, 4)),
+    ]
+    for transform in transforms:
+        with pytest.raises(InvalidArgumentError, match=r"detach them|vmap over weights"):
+            transform()
+    change = values(NIN, seed=1)
+    y, tangent = jvp(lambda x: pool_function(x, TABLE, "weighted", weights=weights), (x,), (change,))
+    close((y, tangent), tuple(pooled(t, TABLE, "weighted", weights=weights) for t in (x, change)))
+    with forward_ad.dual_level(), pytest.raises(InvalidArgumentError, match="detach them"):
+        loss(forward_ad.make_dual(weights, weights))
+
+
 def test_vmap_over_tables_says_what_to_do() -> None:
     x = values(NIN)
     with pytest.raises(InvalidArgumentError, match="vmap over indices: every table has a plan of its own"):

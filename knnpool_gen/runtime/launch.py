@@ -77,10 +77,10 @@ def _load_now(configuration: Configuration, device: int) -> int:
     # The module is never unloaded: launches of it may still be queued, and graphs may hold it.
     with capture.relaxed():
         module = driver.moduleLoadData(binary)
-    function: int = driver.moduleGetFunction(module, configuration.kernel.name)
-    if configuration.shared_bytes > DEFAULT_SHARED:
-        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.funcSetAttribute(function, attribute, configuration.shared_bytes)
+        function: int = driver.moduleGetFunction(module, configuration.kernel.name)
+        if configuration.shared_bytes > DEFAULT_SHARED:
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(function, attribute, configuration.shared_bytes)
     return function
 
 

@@ -7,6 +7,7 @@ pass around, :func:`ensure_pool_metadata` keeps one on a layer; both recognise a
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class PoolMeta:
         narrow = self.indices.to(torch.int16) if reads_narrow(self.nin) else self.indices
         object.__setattr__(self, "gather_indices", narrow)
         object.__setattr__(self, "empty_columns", (~real.any(0)).nonzero().flatten())
+        _by_own_table[id(self.indices)] = self
 
     def unpack(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Slots and output nodes, both int64, of entries of the reverse table."""
@@ -100,6 +102,7 @@ class PoolMeta:
         """Take over copied or loaded tensors, wherever they have come to lie."""
         self.__dict__.update(state)
         self.__dict__["device"] = self.indices.device
+        _by_own_table[id(self.indices)] = self
 
     @ordinary_tensors()
     def to(self, device: DeviceLike) -> PoolMeta:
@@ -110,6 +113,15 @@ class PoolMeta:
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
         capture.wait(moved.device)
         return moved
+
+
+_by_own_table: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
+
+
+def plan_of_own_table(indices: Tensor) -> PoolMeta | None:
+    """The plan whose own table ``indices`` is, if it is any's."""
+    plan = _by_own_table.get(id(indices))
+    return plan if plan is not None and plan.indices is indices else None
 
 
 def aux_dtype(k: int) -> torch.dtype:

@@ -7,9 +7,9 @@ import torch
 
 import knnpool_gen
 from formulas import NIN, TABLE, pooled, values
-from known_faults import CHECKS
 from knnpool_gen import pool_function, prepare
 from knnpool_gen.runtime import launch
+from known_faults import CHECKS
 from tables import assert_same_bits
 
 # Of torch's own code.
