@@ -29,7 +29,7 @@ def layer(mode: str, device: str = "cpu", **options: Any) -> KNNPoolingLayer:
 
 
 class Network(nn.Sequential):
-    """Two poolings between channels that are mixed, as in fovi's networks."""
+    """Two poolings between channels that are mixed, as in fovi's networks; in float64, so that rounding stays small."""
 
     def __init__(self, mode: str, device: str = "cpu") -> None:
         sizes = coordinates(device)
@@ -42,7 +42,7 @@ class Network(nn.Sequential):
                 nn.Conv1d(8, 8, 1),
                 KNNPoolingLayer(5, sizes[1], sizes[2], mode=mode, device=device, sample_cortex=False),
             )
-        self.to(device)
+        self.to(device, torch.float64)
 
 
 def values(device: str, nodes: int, dtype: torch.dtype = torch.float32, nan: bool = False) -> Tensor:
@@ -62,7 +62,7 @@ def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def check_a_network(mode: str, device: str) -> None:
     model = Network(mode, device)
-    x = values(device, model[1].knn_pad_token_val)
+    x = values(device, model[1].knn_pad_token_val, torch.float64)
     before = trained(model, x)
     with fovi.enabled():
         during = trained(model, x)

@@ -210,7 +210,7 @@ def test_a_subclass_with_a_forward_of_its_own() -> None:
 @any_mode
 def test_copies_and_checkpoints_do_not_know(made: Callable[[Any], Any], mode: str) -> None:
     model = Network(mode)
-    x = values("cpu", model[1].knn_pad_token_val)
+    x = values("cpu", model[1].knn_pad_token_val, torch.float64)
     state = model.state_dict().keys()
     kept = {name for name in vars(model[1]) if name != "_last_knn_pool_backend"}
     with fovi.enabled():

@@ -65,7 +65,7 @@ def test_fovis_own_kernels_before_and_after(mode: str) -> None:
     after = trained(pool, x)
     assert pool._last_knn_pool_backend == backend
     torch.testing.assert_close(during, before)
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    torch.testing.assert_close(after, before)  # the formula adds gradients in any order
 
 
 @any_mode
