@@ -103,10 +103,15 @@ def _nearest(tree: Any, outputs: _Array, k: int, order: float) -> NDArray[np.int
 
 def _distances(differences: _Array, order: float) -> _Array:
     """What is compared: the norm, of order 2 its square, which has no rounding of a root."""
-    if order == 2:
-        differences = differences**2
-    sizes = np.abs(differences)
-    result: _Array = sizes.max(axis=1) if order == np.inf else sizes.sum(axis=1)
+    if order == np.inf:
+        largest: _Array = np.abs(differences).max(axis=1)
+        return largest
+    return _sums(differences**2 if order == 2 else np.abs(differences))
+
+
+def _sums(terms: _Array) -> _Array:
+    """The sum of each row, from left to right: ``sum`` may add in another order on another machine."""
+    result: _Array = np.cumsum(terms, axis=1)[:, -1]
     return result
 
 
@@ -130,7 +135,7 @@ def _coordinates(name: str, points: Points, metric: Metric) -> _Array:
         value = coordinates[row, column]
         raise InvalidArgumentError(f"{name}[{row}, {column}] = {value}: coordinates must be numbers below {LARGEST:g}")
     if metric is Metric.COSINE:
-        length = np.sqrt((coordinates**2).sum(axis=1, keepdims=True))
+        length = np.sqrt(_sums(coordinates**2))[:, None]
         if not length.all():
             raise InvalidArgumentError(f"{name}[{int(length.argmin())}] has no length, so no angle to others")
         coordinates = coordinates / length

@@ -26,12 +26,31 @@ DISTANCES: dict[str, Callable[[Point, Point], float]] = {
 
 
 def sorted_by_hand(points_in: list[Point], points_out: list[Point], k: int, metric: str) -> list[list[int]]:
-    """The table, column by column; the integer coordinates of these tests have exact distances."""
+    """The table, column by column."""
     columns = []
     for out in points_out:
         nearest = sorted(range(len(points_in)), key=lambda m: (DISTANCES[metric](points_in[m], out), m))[:k]
         columns.append(nearest + [len(points_in)] * (k - len(nearest)))
     return [[column[slot] for column in columns] for slot in range(k)]
+
+
+def test_points_of_every_scale() -> None:
+    """Clusters within clusters, far from the origin, on a line: where a tree could lose neighbours by rounding."""
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        dimensions = int(generator.integers(1, 11))
+        scales = 10.0 ** generator.integers(-12, 12, size=(80, 1))
+        points = generator.normal(size=(80, dimensions)) * scales + generator.choice([0.0, 1.0, 1e8])
+        points[:, 1:] *= generator.choice([0.0, 1.0])
+        outputs = np.concatenate([points[::7], points[::11] + 1e-13, generator.normal(size=(5, dimensions))])
+        k = int(generator.integers(1, 20))
+        for metric in DISTANCES:
+            expected = sorted_by_hand(as_points(points), as_points(outputs), k, metric)
+            assert knn_table(points, outputs, k, metric).tolist() == expected
+
+
+def as_points(array: np.ndarray) -> list[Point]:
+    return [tuple(row) for row in array.tolist()]
 
 
 def grids(dimensions: int) -> st.SearchStrategy[list[Point]]:
