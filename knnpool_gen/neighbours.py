@@ -20,7 +20,7 @@ _Array: TypeAlias = NDArray[np.float64]
 
 LARGEST = 1e150
 """Coordinates are smaller than this, so that squares of distances are finite."""
-CHUNK = 256
+CHUNK = 64
 """Output points searched at once: where many input points coincide, each has as many candidates."""
 SLACK = 1e-9
 """How much farther than the k-th neighbour is looked, relatively: far more than distances are off by rounding."""

@@ -25,7 +25,7 @@ from fovi_layers import (
     trained,
     values,
 )
-from knnpool_gen import MissingDependencyError, UnsupportedTypeError
+from knnpool_gen import MissingDependencyError, OutOfReachError, UnsupportedTypeError
 from knnpool_gen.integrations import fovi
 
 OWN = knn.KNNPoolingLayer.forward
@@ -63,6 +63,18 @@ def test_pads_and_nan(mode: str, dtype: torch.dtype) -> None:
 @any_mode
 def test_neighbours_that_are_all_nan(mode: str) -> None:
     check_neighbours_that_are_all_nan(mode, "cpu")
+
+
+def test_the_gradient_of_neighbours_that_are_all_nan() -> None:
+    """Where the layer's formula has none for anybody: it goes to the first, as that of any maximum of -inf."""
+    pool = layer("max")
+    x = values("cpu", pool.knn_pad_token_val).detach().fill_(torch.nan).requires_grad_()
+    filled = pool._knn_output_valid_mask
+    table = pool.knn_indices_pad_token[:, filled]
+    first = table.gather(0, (table < x.shape[-1]).int().argmax(0, keepdim=True))[0]
+    with fovi.enabled():
+        (grad_x,) = torch.autograd.grad(pool(x)[..., filled].sum(), x)
+    assert torch.equal(grad_x[0, 0], first.bincount(minlength=x.shape[-1]).float())
 
 
 @any_mode
@@ -120,6 +132,19 @@ def test_an_input_of_another_size_is_left_to_the_layer() -> None:
         torch.testing.assert_close(pool(more), expected)
         with pytest.raises(RuntimeError, match="out of bounds"):
             pool(values("cpu", pool.knn_pad_token_val - 1))
+
+
+def test_a_size_out_of_reach_is_left_to_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise OutOfReachError("no kernel")
+
+    pool = layer("avg")
+    x = values("cpu", pool.knn_pad_token_val)
+    expected = pool(x)
+    monkeypatch.setattr(fovi, "pool_function", refuse)
+    with fovi.enabled():
+        torch.testing.assert_close(pool(x), expected, rtol=0, atol=0)
+        assert not on_kernels(pool)
 
 
 def test_other_modes_are_left_to_the_layer() -> None:
