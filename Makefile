@@ -14,6 +14,8 @@ help:  ## Show the targets
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# Its layers are tested; the rest of what it depends on they do not need.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps fovi==2.4.0
 	@touch $(READY)
 
 demo: $(READY)  ## Check, compile and run the kernels on a real table

@@ -8,6 +8,7 @@
     │   └── OutOfReachError                  no kernel reaches a problem of this size
     ├── UnsupportedTypeError (TypeError)     a dtype or kind of object that is not supported
     ├── SpecError            (ValueError)    faults in specs/*.yaml, all of a run together
+    ├── CaptureError         (RuntimeError)  a CUDA graph capture finds something not prepared
     └── KernelError          (RuntimeError)  a kernel cannot be built, loaded or trusted
         ├── MissingDependencyError (ImportError)  an extra is not installed
         ├── CompileError                     NVRTC refused a source
@@ -39,6 +40,10 @@ class UnsupportedTypeError(KNNPoolError, TypeError):
 
 class SpecError(KNNPoolError, ValueError):
     """Faults in the specs, each with ``file:line``; nothing was written."""
+
+
+class CaptureError(KNNPoolError, RuntimeError):
+    """Something had to be prepared before a CUDA graph capture; the message says how. The capture is unharmed."""
 
 
 class KernelError(KNNPoolError, RuntimeError):

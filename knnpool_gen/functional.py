@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.ops import KNNPoolFunction
-from knnpool_gen.pooling import check_input, forward
+from knnpool_gen.pooling import DTYPES, check_input, forward
 from knnpool_gen.reduction import Reduction, make_reduction
-from knnpool_gen.runtime import canary, launch
-from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for
+from knnpool_gen.runtime import canary, capture, launch
+from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for, table_of
 from knnpool_gen.runtime.weights import clear_weights
 from knnpool_gen.vocabulary import Mode
 
@@ -38,9 +39,38 @@ def pool_function(
         raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
     if x.dim() == 0:
         raise InvalidArgumentError("x has no dimensions; wanted [..., Nin]")
+    if library.watched(x):
+        return library.pool(x, indices, mode, nan, empty_value, weights, normalize_weights)
     meta = plan_for(indices, x.shape[-1], x.device)
     check_input(meta, x)
     return apply(x, meta, make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights))
+
+
+def prepare(
+    x: Tensor,
+    indices: Tensor,
+    mode: str,
+    *,
+    nan: str | None = None,
+    empty_value: float | None = None,
+    weights: Tensor | None = None,
+    normalize_weights: bool = False,
+) -> None:
+    """Do ahead what the first :func:`pool_function` of such arguments and its backward would: build, compile, load.
+
+    A CUDA graph capture needs the plan of the table to be there, and finds out faster if the kernels are. ``x`` may
+    hold anything; it is its shape, dtype and device that choose the kernels.
+
+    Raises:
+        CaptureError: a capture is under way.
+    """
+    capture.refuse("prepare waits for the device")
+    options: dict[str, Any] = {"nan": nan, "empty_value": empty_value, "weights": weights}
+    with torch.inference_mode(False), torch.enable_grad():
+        for wants_gradient in (False, True):
+            like_x = torch.zeros_like(x, requires_grad=wants_gradient)
+            y = pool_function(like_x, indices, mode, normalize_weights=normalize_weights, **options)
+        torch.autograd.grad(y, like_x, torch.zeros_like(y))
 
 
 def apply(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
@@ -61,21 +91,37 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
     """
     if not isinstance(x, Tensor):
         raise UnsupportedTypeError(f"x is a {type(x).__name__}, not a torch.Tensor")
+    options = _options_of(layer)
+    if library.watched(x):
+        return _pool_watched_layer(layer, x, options)
     meta = ensure_pool_metadata(layer, x.device)
     try:
         check_input(meta, x)
-        if layer.mode == "gaussian":
-            weights = getattr(layer, "gaussian_weights", None)
-            if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
-                return None
-            # A detached tensor is a new one on every call, and nothing derived would be found again.
-            weights = weights.detach() if weights.requires_grad else weights
-            reduction = make_reduction(meta, x.dtype, Mode.WEIGHTED.value, weights=weights, normalize_weights=True)
-        else:
-            reduction = make_reduction(meta, x.dtype, layer.mode)
-        return apply(x, meta, reduction)
+        return None if options is None else apply(x, meta, make_reduction(meta, x.dtype, **options))
     except (OutOfReachError, UnsupportedTypeError, UnknownModeError):
         return None
+
+
+def _pool_watched_layer(layer: Any, x: Tensor, options: dict[str, Any] | None) -> Tensor | None:
+    """The same for compilers, which see no plan: what has a kernel for no size is found out when it runs."""
+    indices, nin = table_of(layer)
+    if x.shape[-1] != nin:
+        raise InvalidArgumentError(f"x has shape {tuple(x.shape)}; the layer has Nin = {nin}")
+    if options is None or x.dtype not in DTYPES or options["mode"] not in [mode.value for mode in Mode]:
+        return None
+    return library.pool(x, indices, **options)
+
+
+def _options_of(layer: Any) -> dict[str, Any] | None:
+    """Mode and options of a layer; None where its weights are missing or to be learnt."""
+    if layer.mode != "gaussian":
+        return {"mode": layer.mode}
+    weights = getattr(layer, "gaussian_weights", None)
+    if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
+        return None
+    # A detached tensor is a new one on every call, and nothing derived would be found again.
+    weights = weights.detach() if weights.requires_grad else weights
+    return {"mode": Mode.WEIGHTED.value, "weights": weights, "normalize_weights": True}
 
 
 def clear_pool_cache() -> None:

@@ -116,6 +116,15 @@ def check_input(meta: PoolMeta, x: Tensor) -> None:
     _check_tensor("x", x, meta.nin, "Nin", meta)
 
 
+def check_kind(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` is of a kind that can be pooled, whatever its size."""
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
+    if tensor.dtype not in DTYPES:
+        supported = ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
+        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {supported}")
+
+
 def forward(
     meta: PoolMeta, x: Tensor, reduction: Reduction, need_aux: bool, rs: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -180,11 +189,7 @@ def _check_rs(rs: int | None) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, nodes: int, size_name: str, meta: PoolMeta) -> None:
-    if not isinstance(tensor, Tensor):
-        raise UnsupportedTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
-    if tensor.dtype not in DTYPES:
-        supported = ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
-        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {supported}")
+    check_kind(name, tensor)
     if tensor.dim() == 0 or tensor.shape[-1] != nodes:
         last = tensor.shape[-1] if tensor.dim() else "no dimension"
         raise InvalidArgumentError(

@@ -60,6 +60,18 @@ def make_reduction(
         UnknownModeError: no such mode.
         InvalidArgumentError, UnsupportedTypeError: an option that does not exist or does not go with the mode.
     """
+    chosen, omit_nan = check_options(mode, nan, weights, normalize_weights)
+    return Reduction(
+        mode=chosen,
+        omit_nan=omit_nan,
+        weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
+        normalize=normalize_weights,
+        empty_value=None if empty_value is None else _rounded(empty_value, dtype),
+    )
+
+
+def check_options(mode: str, nan: str | None, weights: Tensor | None, normalize_weights: bool) -> tuple[Mode, bool]:
+    """Check what goes with what, without looking into ``weights``; returns the mode and whether NaN is left out."""
     chosen = next((known for known in Mode if mode == known.value), None)
     if chosen is None:
         raise UnknownModeError(f"mode = {mode!r}; there are {', '.join(repr(known.value) for known in Mode)}")
@@ -74,13 +86,7 @@ def make_reduction(
         raise UnsupportedTypeError(f"normalize_weights must be True or False, not {normalize_weights!r}")
     if normalize_weights and weights is None:
         raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
-    return Reduction(
-        mode=chosen,
-        omit_nan=rule is NanRule.OMIT,
-        weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
-        normalize=normalize_weights,
-        empty_value=None if empty_value is None else _rounded(empty_value, dtype),
-    )
+    return chosen, rule is NanRule.OMIT
 
 
 def _rounded(empty_value: float, dtype: torch.dtype) -> float:

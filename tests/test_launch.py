@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from knnpool_gen.errors import InvalidArgumentError, KernelError, MissingDepende
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import KernelKey
 from knnpool_gen.reduction import Reduction, make_reduction
-from knnpool_gen.runtime import canary, compile, cuda, execute, launch
+from knnpool_gen.runtime import canary, capture, compile, cuda, execute, launch
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.runtime.select import Configuration, DeviceFacts, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode, Staging
@@ -94,6 +96,7 @@ class Machine:
     compiled: list[tuple[str, str, Any]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
     devices_set: list[int] = field(default_factory=list)
+    capture_mode: int = 0
 
 
 @pytest.fixture
@@ -113,7 +116,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         machine.compiled.append((kernel.name, arch, macros))
         return f"{kernel.name} {arch} {macros}".encode()
 
+    def exchange(mode: Any) -> int:
+        machine.capture_mode, mode._obj.value = mode._obj.value, machine.capture_mode
+        return 0
+
     monkeypatch.setattr(cuda, "driver", lambda: machine.driver)
+    monkeypatch.setattr(cuda, "capture_mode_exchange", lambda: exchange)
     monkeypatch.setattr(cuda, "runtime", lambda: SimpleNamespace(setDevice=set_device))
     monkeypatch.setattr(compile, "cubin", cubin)
     monkeypatch.setattr(torch.cuda, "device", device)
@@ -484,3 +492,34 @@ def test_launches_fit_the_choice(machine: Machine) -> None:
     (launched,) = machine.driver.launches
     assert (launched.grid[0], launched.block[0], launched.shared) == (chosen.grid, chosen.threads, chosen.shared_bytes)
     assert machine.driver.attributes == [(1101, 8, chosen.shared_bytes)]
+
+
+# Inside a capture.
+
+
+def test_kernels_load_though_a_stream_is_captured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    load = machine.driver.moduleLoadData
+    monkeypatch.setattr(
+        machine.driver, "moduleLoadData", lambda binary: modes.append(machine.capture_mode) or load(binary)
+    )
+    launch.launch(configuration(), 0, VALUES)
+    assert modes == [capture.RELAXED]
+    assert machine.capture_mode == 0
+    machine.driver.fails = True
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        launch.launch(configuration(), 1, VALUES)
+    assert machine.capture_mode == 0
+
+
+def test_what_a_graph_reads_stays(device: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is replayed long after the table it was captured with has changed or died."""
+    monkeypatch.setattr(capture, "_held", {})
+    plans = [pool_meta_from_indices(torch.tensor([[0, 1], [2, 9]]), 3) for _ in range(2)]
+    died = [weakref.ref(plan) for plan in plans]
+    for plan, capturing in zip(plans, (False, True), strict=True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        execute.forward(plan, torch.ones(4, 3), plain_reduction(plan), need_aux=False, rs=None)
+    del plan, plans
+    gc.collect()
+    assert [reference() is None for reference in died] == [True, False]

@@ -19,8 +19,10 @@ from knnpool_gen import errors
 REQUIRED = inspect.Parameter.empty
 
 NAMES = [
+    "CaptureError",
     "CompileError",
     "InvalidArgumentError",
+    "KNNPool",
     "KNNPoolError",
     "KNNPoolFunction",
     "KernelError",
@@ -33,11 +35,13 @@ NAMES = [
     "UnsupportedTypeError",
     "clear_pool_cache",
     "ensure_pool_metadata",
+    "knn_table",
     "optimized_pool_forward",
     "pool_backward",
     "pool_forward",
     "pool_function",
     "pool_meta_from_indices",
+    "prepare",
 ]
 
 SEED = {
@@ -57,6 +61,7 @@ TREE = {
     "OutOfReachError": (errors.InvalidArgumentError,),
     "UnsupportedTypeError": (errors.KNNPoolError, TypeError),
     "SpecError": (errors.KNNPoolError, ValueError),
+    "CaptureError": (errors.KNNPoolError, RuntimeError),
     "KernelError": (errors.KNNPoolError, RuntimeError),
     "MissingDependencyError": (errors.KernelError, ImportError),
     "CompileError": (errors.KernelError,),

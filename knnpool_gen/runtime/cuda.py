@@ -6,8 +6,11 @@ serves both.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+import sys
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -37,6 +40,13 @@ def driver() -> ModuleType:
 def runtime() -> ModuleType:
     """CuPy's binding of the CUDA runtime."""
     return _cupy_module("runtime")
+
+
+@cache
+def capture_mode_exchange() -> Callable[..., int]:
+    """``cuThreadExchangeStreamCaptureMode``, which CuPy does not bind."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return library.cuThreadExchangeStreamCaptureMode
 
 
 def _cupy_module(name: str) -> ModuleType:

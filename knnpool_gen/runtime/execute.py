@@ -10,7 +10,7 @@ from torch import Tensor
 from knnpool_gen.kernel import AUX_ROWS
 from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
-from knnpool_gen.runtime import canary
+from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.aux_layout import AuxLayout, can_block_aux
 from knnpool_gen.runtime.launch import device_facts, launch
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
@@ -100,6 +100,9 @@ def _run(
             values[name] = table(meta, reduction, name).data_ptr()
     what = (configuration.kernel, configuration.macros, device)
     with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            capture.hold(meta)
+            capture.hold(reduction.weights)
         if canary.due(what):
             name = configuration.kernel.name
             canary.check(what, name, outputs, lambda: launch(configuration, device, values))

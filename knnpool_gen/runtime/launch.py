@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from knnpool_gen.kernel import Kernel
-from knnpool_gen.runtime import compile, cuda
+from knnpool_gen.runtime import capture, compile, cuda
 from knnpool_gen.runtime.select import Configuration, DeviceFacts
 
 DEFAULT_SHARED = 48 * 1024
@@ -75,11 +75,12 @@ def _load_now(configuration: Configuration, device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     binary = compile.cubin(configuration.kernel, f"sm_{major}{minor}", configuration.macros)
     # The module is never unloaded: launches of it may still be queued, and graphs may hold it.
-    module = driver.moduleLoadData(binary)
-    function: int = driver.moduleGetFunction(module, configuration.kernel.name)
-    if configuration.shared_bytes > DEFAULT_SHARED:
-        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.funcSetAttribute(function, attribute, configuration.shared_bytes)
+    with capture.relaxed():
+        module = driver.moduleLoadData(binary)
+        function: int = driver.moduleGetFunction(module, configuration.kernel.name)
+        if configuration.shared_bytes > DEFAULT_SHARED:
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(function, attribute, configuration.shared_bytes)
     return function
 
 

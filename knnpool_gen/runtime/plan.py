@@ -7,6 +7,7 @@ pass around, :func:`ensure_pool_metadata` keeps one on a layer; both recognise a
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.kernel import CHUNK, DEPTH
+from knnpool_gen.runtime import capture
 from knnpool_gen.runtime.table_cache import TableCache, TableStamp
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -96,6 +98,7 @@ class PoolMeta:
         order = self._order()
         object.__setattr__(self, "rev_order", order.to(torch.int32))
         object.__setattr__(self, "rev_head", self._head(order))
+        _by_own_table[id(self.indices)] = self
 
     def _order(self) -> Tensor:
         """The input nodes, chunk after chunk, those with the most readers first: short work fills the gaps."""
@@ -121,6 +124,7 @@ class PoolMeta:
         """Take over copied or loaded tensors, wherever they have come to lie."""
         self.__dict__.update(state)
         self.__dict__["device"] = self.indices.device
+        _by_own_table[id(self.indices)] = self
 
     @ordinary_tensors()
     def to(self, device: DeviceLike) -> PoolMeta:
@@ -129,7 +133,17 @@ class PoolMeta:
             return self
         moved = object.__new__(PoolMeta)
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
-        return _finished(moved)
+        capture.wait(moved.device)
+        return moved
+
+
+_by_own_table: weakref.WeakValueDictionary[int, PoolMeta] = weakref.WeakValueDictionary()
+
+
+def plan_of_own_table(indices: Tensor) -> PoolMeta | None:
+    """The plan whose own table ``indices`` is, if it is any's."""
+    plan = _by_own_table.get(id(indices))
+    return plan if plan is not None and plan.indices is indices else None
 
 
 def aux_dtype(k: int) -> torch.dtype:
@@ -158,14 +172,7 @@ def _moved(value: object, device: DeviceLike) -> object:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _finished(plan: PoolMeta) -> PoolMeta:
-    """Wait until the tensors are written: a plan is used from other streams than the one that built it."""
-    if plan.device.type == "cuda":
-        torch.cuda.current_stream(plan.device).synchronize()
-    return plan
-
-
-@ordinary_tensors()
+@capture.built_apart
 def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
     """Build the plan of a neighbour table.
 
@@ -179,7 +186,9 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         UnsupportedTypeError: ``indices`` is no integer tensor, or ``nin`` no integer.
         InvalidArgumentError: wrong rank, a negative entry or ``nin``, or a size that is not supported.
     """
-    _check_table(indices)
+    check_table(indices)
+    if indices.is_meta:
+        raise InvalidArgumentError("indices is a meta tensor: the plan of a table depends on its values")
     nin = _checked_nin(nin)
     k, nout = indices.shape
     for name, size in (("K * Nout", k * nout), ("Nin", nin)):
@@ -214,7 +223,8 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         rev_kn=entries if wide else entries.to(torch.int32),
         device=device,
     )
-    return _finished(plan)
+    capture.wait(device)
+    return plan
 
 
 class PlanCache:
@@ -230,7 +240,7 @@ class PlanCache:
 
     def get(self, indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
         """Return the plan of ``indices`` as it is now; arguments as for :func:`pool_meta_from_indices`."""
-        _check_table(indices)
+        check_table(indices)
         nodes = _checked_nin(nin)
         where = indices.device if device is None else resolve_device(device)
         return self._plans.get(indices, (nodes, where), lambda: pool_meta_from_indices(indices, nodes, where))
@@ -240,7 +250,7 @@ class PlanCache:
         self._plans.clear()
 
 
-_plans = PlanCache()
+_plans = PlanCache(limit=4096)  # more layers than a model has; a plan goes with its table anyway
 
 
 def plan_for(indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
@@ -269,7 +279,7 @@ def ensure_pool_metadata(layer: object, device: DeviceLike | None = None) -> Poo
         UnsupportedTypeError: the layer lacks one of these attributes.
         InvalidArgumentError: as :func:`pool_meta_from_indices`.
     """
-    indices, nin = _table_of(layer)
+    indices, nin = table_of(layer)
     device = indices.device if device is None else resolve_device(device)
 
     # The stamp is read before the plan and written after it, so that it never vouches for an older plan.
@@ -298,13 +308,13 @@ def resolve_device(device: DeviceLike) -> torch.device:
     return torch.empty(0, device=device).device if device.index is None else device
 
 
-def _table_of(layer: object) -> tuple[Tensor, int]:
-    """The table and Nin of a layer like fovi's ``KNNPoolingLayer``, checked."""
+def table_of(layer: object) -> tuple[Tensor, int]:
+    """Return the table and Nin of a layer like fovi's ``KNNPoolingLayer``, checked."""
     kind = type(layer).__name__
     indices = getattr(layer, "knn_indices_pad_token", None)
     if indices is None:
         raise UnsupportedTypeError(f"{kind} has no knn_indices_pad_token, the table of a pooling layer")
-    _check_table(indices)
+    check_table(indices)
     nin = getattr(layer, "knn_pad_token_val", None)
     if nin is None:
         coordinates = getattr(layer, "in_coords", None)
@@ -314,7 +324,7 @@ def _table_of(layer: object) -> tuple[Tensor, int]:
     return indices, _checked_nin(nin)
 
 
-def _check_table(indices: object) -> None:
+def check_table(indices: object) -> None:
     """Check what a look at a table tells; its values are checked when a plan is built."""
     if not isinstance(indices, Tensor):
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {type(indices).__name__}")

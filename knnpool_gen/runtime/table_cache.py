@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError
+from knnpool_gen.runtime import capture
 
 T = TypeVar("T")
 
@@ -56,6 +57,23 @@ class TableCache(Generic[T]):
             self._kept.clear()
 
 
+_seen: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
+
+
+def same_table(table: Tensor) -> Tensor:
+    """The first tensor seen here that is ``table`` itself or a detached alias of it, sharing memory and version.
+
+    A compiled backward gets a table that is a view as a new alias on every call, for which nothing would be found.
+    """
+    if table.is_inference():
+        return table
+    place = (table.untyped_storage()._cdata, table.data_ptr(), table.shape, table.stride(), table.dtype)
+    seen = _seen.setdefault(place, table)
+    if seen.data_ptr() != table.data_ptr() or seen._version != table._version:
+        seen = _seen[place] = table
+    return seen
+
+
 class TableStamp:
     """Recognises a table in the state it has now, without keeping the table alive."""
 
@@ -70,11 +88,13 @@ class TableStamp:
 
     def matches(self, table: Tensor) -> bool:
         """Whether ``table`` is the same object, unchanged as far as torch records changes."""
-        return (
-            self._table() is table
-            and self._facts == _facts(table)
-            and (self._contents is None or torch.equal(_contents(table), self._contents))
-        )
+        if self._table() is not table or self._facts != _facts(table):
+            return False
+        if self._contents is None:
+            return True
+        if table.is_cuda:
+            capture.refuse("a table made in inference mode is compared at every call")
+        return torch.equal(_contents(table), self._contents)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: what is copied or loaded with it has another table."""

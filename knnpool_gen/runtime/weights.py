@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
-from knnpool_gen.runtime.plan import PoolMeta, ordinary_tensors
+from knnpool_gen.runtime import capture
+from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.runtime.table_cache import TableCache
 
 EPSILON = 1e-8
@@ -41,18 +42,21 @@ def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> Pool
         UnsupportedTypeError: ``weights`` is no floating-point tensor.
         InvalidArgumentError: its shape is not that of the table, or it wants a gradient.
     """
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
-    if weights.shape != (meta.k, meta.nout):
-        raise InvalidArgumentError(
-            f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{meta.k}, {meta.nout}]"
-        )
-    if weights.requires_grad:
-        raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
+    check_weights(weights, meta.k, meta.nout)
     with _lock:
         tables = _prepared.setdefault(meta, TableCache())
     return tables.get(weights, dtype, lambda: _derive(meta, weights, dtype))
+
+
+def check_weights(weights: Tensor, k: int, nout: int) -> None:
+    """Check what a look at weights tells, for a table ``[k, nout]``; raises as :func:`prepare_weights`."""
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
+    if weights.shape != (k, nout):
+        raise InvalidArgumentError(f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{k}, {nout}]")
+    if weights.requires_grad:
+        raise InvalidArgumentError("weights that require a gradient are not supported: detach them")
 
 
 def clear_weights() -> None:
@@ -61,7 +65,7 @@ def clear_weights() -> None:
         _prepared.clear()
 
 
-@ordinary_tensors()
+@capture.built_apart
 @torch.no_grad()
 def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
     table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
@@ -69,4 +73,6 @@ def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
     for row in table:  # slots ascending, as the kernels add
         size += row
     slots, nodes = meta.unpack(meta.rev_kn)
-    return PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
+    derived = PoolWeights(table, table[slots, nodes], (table / (size + EPSILON))[slots, nodes])
+    capture.wait(meta.device)
+    return derived

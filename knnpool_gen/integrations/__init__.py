@@ -1,0 +1,1 @@
+"""Other packages' layers on these kernels."""

@@ -1,0 +1,96 @@
+"""What a CUDA graph capture allows: nothing that synchronises, and nothing that dies before the graph does."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from knnpool_gen.errors import CaptureError
+from knnpool_gen.runtime import cuda
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+
+_held: dict[int, object] = {}
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return _uses_cuda() and torch.cuda.is_current_stream_capturing()
+
+
+def hold(tables: object) -> None:
+    """Keep ``tables`` for good: the graph that is being captured reads them, and nobody says when it is gone."""
+    _held[id(tables)] = tables
+
+
+def refuse(what: str) -> None:
+    """Raise inside a capture, before ``what`` does harm to it."""
+    if capturing():
+        raise CaptureError(
+            f"{what}, which a CUDA graph capture forbids: call prepare(x, indices, mode) before the capture, with the "
+            "same table and options; torch.compile(mode='reduce-overhead') captures copies of its inputs, so there "
+            "tables have to be buffers of a module"
+        )
+
+
+def built_apart(build: Callable[P, T]) -> Callable[P, T]:
+    """Decorate ``build``, which derives tables from tensors, to run in a thread of its own.
+
+    A new thread has none of the caller's inference mode, transforms and dispatch modes, and none of the memory pool
+    that cudagraph trees install while they warm up: tables made there would be overwritten by the next replay.
+    """
+
+    @functools.wraps(build)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse("the plan of this table is not there yet, and building it waits for the device")
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+        # On the caller's stream all the same: its memory is then reused in the order of that stream.
+        stream: AbstractContextManager[Any] = nullcontext()
+        if _uses_cuda():
+            stream = torch.cuda.stream(torch.cuda.current_stream())
+
+        def build_there() -> T:
+            with stream:
+                return build(*args, **kwargs)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(build_there).result()
+
+    return run
+
+
+def wait(device: torch.device) -> None:
+    """Wait until tables are written: they are used from other streams than the one that built them."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _uses_cuda() -> bool:
+    """Whether CUDA is running already; to ask it anything else would start it."""
+    running: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return running
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """This thread may load modules, though a stream is being captured."""
+    mode = ctypes.c_int(RELAXED)
+    exchange = cuda.capture_mode_exchange()
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
