@@ -26,6 +26,7 @@ CHOICE = TunedChoice(
     variant="knnpool_forward_max_float16_shared_r2", stack=4, threads=128,
     microseconds=40.0, model_microseconds=44.0,
 )  # fmt: skip
+NO_VARIANT = "there is no variant {variant} for this mode and dtype"
 ENDING = "run `knnpool-gen tune` again or remove the file"
 
 
@@ -150,7 +151,7 @@ def test_the_file_without_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_what_cannot_be_launched_is_left_to_the_model(file: Path, change: dict[str, Any], reason: str) -> None:
     choice = replace(CHOICE, **change)
     write_tuned(file, LABEL, [choice])
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="tuned choice ignored") as caught:
         configuration = select(PROBLEM, DEVICE)
     assert configuration.kernel.name == MODEL[0]
     reason = reason.format(variant=choice.variant)
@@ -178,7 +179,7 @@ ENTRY = json.loads(json.dumps(CHOICE.__dict__))
 def test_a_damaged_file_costs_one_warning(file: Path, content: str, reason: str) -> None:
     file.parent.mkdir()
     file.write_text(content)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="tuned choice ignored") as caught:
         configurations = [select(replace(PROBLEM, rows=rows), DEVICE) for rows in (PROBLEM.rows, 7)]
     assert configurations[0].kernel.name == MODEL[0]
     assert [str(warning.message) for warning in caught] == [f"tuned choice ignored: {file} {reason}; {ENDING}"]
@@ -207,7 +208,7 @@ def test_a_folder_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tuned.tempfile, "mkstemp", refuse)
-    with pytest.raises(InvalidArgumentError, match="Permission denied; set KNNPOOL_TUNED to another file$"):
+    with pytest.raises(InvalidArgumentError, match=r"Permission denied; set KNNPOOL_TUNED to another file$"):
         write_tuned(file, LABEL, [CHOICE])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from knnpool_gen.cli import kernels
+from knnpool_gen.cli import bench, kernels
 from knnpool_gen.cli.kernels import ARCHITECTURES
 
 __all__ = ["ARCHITECTURES", "app"]
@@ -24,3 +24,4 @@ app.command("list")(kernels.list_variants)
 app.command()(kernels.show)
 app.command("compile")(kernels.compile_variants)
 app.command()(kernels.verify)
+app.command()(bench.bench)
