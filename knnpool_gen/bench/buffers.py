@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MIN_SETS = 6
-MAX_SETS = 512
+MAX_SETS = 256
 L2_TIMES = 2
 """All sets together hold this many times the L2."""
 ALIGNMENT = 256

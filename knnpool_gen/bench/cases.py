@@ -183,6 +183,17 @@ def variant_cases(tables: Iterable[BenchTable], selection: Selection) -> list[Ca
     ]
 
 
+def tuned_cases(table: BenchTable, selection: Selection) -> list[Case]:
+    """``table`` in its own mode, for every dtype and direction; batches of ``selection`` are rows of one channel."""
+    one = replace(table, channels=1)
+    return [
+        case
+        for dtype in selection.dtypes
+        for rows in selection.batches
+        for case in both_ways(one, rows, dtype, table.mode, selection, Group.REAL)
+    ]
+
+
 def both_ways(
     table: BenchTable, batch: int, dtype: str, mode: Mode, selection: Selection, group: Group
 ) -> Iterator[Case]:
@@ -194,12 +205,13 @@ def both_ways(
 
 
 def compiled_cases(cases: Sequence[Case]) -> set[Case]:
-    """Those that are worth the seconds a ``torch.compile`` takes: the first of each real or odd table and mode."""
-    chosen: dict[Case, Case] = {}
+    """Those that are worth the seconds a ``torch.compile`` takes: the first of each real table and direction, and all
+    odd ones."""
+    chosen: dict[tuple[str, Direction], Case] = {}
     for case in cases:
-        if case.group in (Group.REAL, Group.ODD):
-            chosen.setdefault(replace(case, batch=0, dtype=""), case)
-    return set(chosen.values())
+        if case.group is Group.REAL:
+            chosen.setdefault((case.table, case.direction), case)
+    return {*chosen.values(), *(case for case in cases if case.group is Group.ODD)}
 
 
 def _first_dtype(selection: Selection) -> str:

@@ -35,7 +35,9 @@ class Machine:
 def require_device() -> None:
     """Raise InvalidArgumentError unless there is a CUDA device."""
     if not torch.cuda.is_available():
-        raise InvalidArgumentError("there is no CUDA device here; --report FILE shows what was measured elsewhere")
+        raise InvalidArgumentError(
+            "there is no CUDA device to measure on; `knnpool-gen bench --report FILE` shows another machine's times"
+        )
 
 
 def machine() -> Machine:

@@ -1,13 +1,14 @@
 """``knnpool-gen``: what is typed into a terminal.
 
-Exit codes: 0 done, 1 the answer is no (differences, a kernel that fails), 2 wrong usage or bad input.
+Exit codes: 0 done, 1 the answer is no (differences, a kernel that fails, a machine that lacks something), 2 wrong usage
+or bad input.
 """
 
 from __future__ import annotations
 
 import typer
 
-from knnpool_gen.cli import bench, kernels
+from knnpool_gen.cli import bench, doctor, kernels, tune
 from knnpool_gen.cli.kernels import ARCHITECTURES
 
 __all__ = ["ARCHITECTURES", "app"]
@@ -25,3 +26,5 @@ app.command()(kernels.show)
 app.command("compile")(kernels.compile_variants)
 app.command()(kernels.verify)
 app.command()(bench.bench)
+app.command()(tune.tune)
+app.command()(doctor.doctor)
