@@ -32,8 +32,10 @@ def empty_sets(sets: int, shape: Sequence[int], dtype: torch.dtype, device: torc
     """``sets`` tensors of one allocation, each at an aligned address."""
     count = math.prod(shape)
     step = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
-    memory = torch.empty(sets * step, dtype=dtype, device=device)
-    return [memory[i * step : i * step + count].view(*shape) for i in range(sets)]
+    storage = torch.empty(sets * step, dtype=dtype, device=device).untyped_storage()
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # Not views of one tensor: autograd and torch.compile treat those in their own ways.
+    return [torch.empty(0, dtype=dtype, device=device).set_(storage, i * step, shape, strides) for i in range(sets)]
 
 
 def random_sets(sets: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:

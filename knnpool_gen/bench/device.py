@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -75,7 +76,8 @@ class CudaTimer:
         """Time on the current stream of the current device."""
         self._start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._cycles: dict[Contender, int] = {}
+        # Weakly, since contenders hold their buffers.
+        self._cycles: WeakKeyDictionary[Contender, int] = WeakKeyDictionary()
 
     def window(self, contender: Contender, launches: int) -> Window:
         """Time ``launches`` launches; the device sleeps longer for contenders that take the host long."""

@@ -23,7 +23,7 @@ CALLS = 1000
 REPEATS = 7
 
 PLAIN = "forward, plan in hand"
-NO_GRAD = "forward from a table"
+NO_GRAD = "forward"
 GRAD = "forward with gradients"
 BOTH = "forward and backward"
 
@@ -63,10 +63,10 @@ def time_calls(
     ]
 
 
-def host_calls(table: BenchTable, say: Callable[[str], None]) -> list[HostCall]:
+def host_calls(table: BenchTable, say: Callable[[str], None], device: str = "cuda") -> list[HostCall]:
     """Ours, fovi's and some of torch's own calls on a float16 input ``[1, 8, Nin]``; ``say`` is told who is missing."""
-    x = torch.randn(BATCH, CHANNELS, table.nin, device="cuda").half()
-    indices = table.indices.cuda()
+    x = torch.randn(BATCH, CHANNELS, table.nin, device=device).half()
+    indices = table.indices.to(device)
     calls = list(_our_calls(x, indices, table.nin))
     try:
         calls += _fovi_calls(x, indices, table.nin)
@@ -105,7 +105,7 @@ def _fovi_calls(x: Tensor, indices: Tensor, nin: int) -> Iterator[HostCall]:
 
 
 def _torch_calls(x: Tensor) -> Iterator[HostCall]:
-    grid = torch.randn(BATCH, CHANNELS, 32, 32, device="cuda").half()
+    grid = torch.randn(BATCH, CHANNELS, 32, 32, device=x.device, dtype=x.dtype)
     grid_leaf = grid.clone().requires_grad_()
     pool: Callable[[Tensor, int, int], Tensor] = torch.nn.functional.max_pool2d
     yield HostCall(NO_GRAD, "max_pool2d", lambda: pool(grid, 3, 2))

@@ -13,6 +13,8 @@ WINDOW_US = 3000.0
 """Contenders that take long are launched less often: for about as long as this."""
 TRIAL_LAUNCHES = 3
 REPEATS = 15
+DECIMALS = 3
+"""Of a microsecond: events are no more exact."""
 
 
 @dataclass(eq=False)
@@ -68,7 +70,8 @@ class Spread:
 def spread(windows: Sequence[Window], launches: int) -> Spread:
     """Median and quartiles of ``windows``."""
     times = [window.microseconds for window in windows]
-    low, median, high = statistics.quantiles(times * 2 if len(times) == 1 else times, n=4, method="inclusive")
+    quartiles = statistics.quantiles(times * 2 if len(times) == 1 else times, n=4, method="inclusive")
+    low, median, high = (round(quartile, DECIMALS) for quartile in quartiles)
     queued = 2 * sum(window.queued for window in windows) >= len(windows)
     return Spread(median, low, high, len(times), launches, queued)
 

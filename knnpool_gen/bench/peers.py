@@ -203,7 +203,8 @@ def compiled(pool: PoolingFunction) -> PoolingFunction:
     functorch: Any = importlib.import_module("torch._functorch.config")  # an attribute of torch only once imported
     dynamo: Any = importlib.import_module("torch._dynamo")
     functorch.donated_buffer = False  # the backward is run with retain_graph
-    dynamo.config.recompile_limit = 100
+    if hasattr(dynamo.config, "recompile_limit"):  # it has had another name before torch 2.6
+        dynamo.config.recompile_limit = 100
     dynamo.reset()
     result: PoolingFunction = torch.compile(pool, dynamic=False)
     return result

@@ -74,6 +74,7 @@ def lines(recording: Recording) -> Iterator[str]:
     """The summary, in words."""
     yield from _summary_lines(summarize(recording.cases))
     yield from _missing_lines(recording)
+    yield from _host_lines(recording.host)
     if recording.variants:
         found = regrets(recording.variants)
         beyond = [item for item in found if item.share > REGRET]
@@ -115,6 +116,15 @@ def _missing_lines(recording: Recording) -> Iterator[str]:
                 counts[peer, reason] = counts.get((peer, reason), 0) + 1
     for (peer, reason), count in counts.items():
         yield f"{peer} left out of {count} case(s): {reason}"
+
+
+def _host_lines(results: tuple[HostResult, ...]) -> Iterator[str]:
+    """Ours against fovi's, for each kind of call."""
+    theirs = {result.call: result.median for result in results if result.peer == "fovi"}
+    for result in results:
+        if result.peer == OURS and result.call in theirs:
+            share = result.median / theirs[result.call]
+            yield f"host, {result.call}: {result.median:.1f} µs, {share:.2f} of fovi's {theirs[result.call]:.1f}"
 
 
 def _time(time: Spread | None) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import knnpool_gen
 from knnpool_gen import pool_backward, pool_forward, pool_meta_from_indices
 from knnpool_gen.bench import peers
 from knnpool_gen.bench.baseline import torch_baseline
 from knnpool_gen.bench.cases import Case
+from knnpool_gen.bench.host import HostCall, host_calls
 from knnpool_gen.bench.peers import Peer, Stage, UnavailableError, contender, fovi_kernels, make_stage
 from knnpool_gen.bench.run import CaseMeasure, Options, run_cases
 from knnpool_gen.bench.tables import BenchTable, made_table
@@ -165,6 +167,35 @@ def test_fovi_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "fovi", None)
     with pytest.raises(UnavailableError, match=r"^fovi cannot be imported: "):
         fovi_kernels()
+
+
+def called(calls: list[HostCall]) -> dict[str, list[str]]:
+    for call in calls:
+        call.run()
+    return {peer: [call.call for call in calls if call.peer == peer] for peer in dict.fromkeys(c.peer for c in calls)}
+
+
+ALL_CALLS = ["forward, plan in hand", "forward", "forward with gradients", "forward and backward"]
+
+
+def test_calls_of_the_host(fovi: Any) -> None:
+    fovi.pool_function = knnpool_gen.pool_function
+    fovi.KNNPoolFunction = knnpool_gen.KNNPoolFunction
+    assert called(host_calls(TABLE, pytest.fail, "cpu")) == {
+        "ours": ALL_CALLS,
+        "fovi": ALL_CALLS,
+        "max_pool2d": ALL_CALLS[1:],
+        "torch.add": ["forward"],
+    }
+    del fovi.pool_function
+    assert called(host_calls(TABLE, pytest.fail, "cpu"))["fovi"] == [ALL_CALLS[0], *ALL_CALLS[2:]]
+
+
+def test_calls_of_the_host_without_fovi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    said: list[str] = []
+    assert list(called(host_calls(TABLE, said.append, "cpu"))) == ["ours", "max_pool2d", "torch.add"]
+    assert said == ["fovi left out: fovi is not installed"]
 
 
 # Cases as a whole.

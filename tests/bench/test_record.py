@@ -107,6 +107,7 @@ def test_a_report_in_words() -> None:
         "  alexnet64_pool0 512x96 float16 max backward: 0.80x fovi",
         "FAILED small 512x96 float16 max forward: not today",
         "torch left out of 1 case(s): not today",
+        "host, forward: 12.5 µs, 0.50 of fovi's 25.0",
         "the chosen variant is within 5% of the best in 0 of 1 cases",
         "  alexnet64_pool0 512x96 float16 max forward: r8, stack 1, 256 threads is 10% slower than r4, stack 2, "
         "128 threads",

@@ -9,22 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from knnpool_gen import folders
 from knnpool_gen.bench import variants
-from knnpool_gen.bench.cases import Case
+from knnpool_gen.bench.cases import Case, Selection, variant_cases
 from knnpool_gen.bench.measure import Contender
 from knnpool_gen.bench.peers import make_stage
 from knnpool_gen.bench.record import VariantResult, VariantTime
-from knnpool_gen.bench.tables import made_table
+from knnpool_gen.bench.tables import load_tables, made_table
 from knnpool_gen.bench.tune import best_choice
 from knnpool_gen.bench.variants import candidates, described, model_choice, problem_of_case, time_candidates
+from knnpool_gen.errors import CompileError
 from knnpool_gen.generated.dispatch import KERNELS
+from knnpool_gen.kernel import Kernel
 from knnpool_gen.reduction import make_reduction
 from knnpool_gen.runtime import execute
-from knnpool_gen.runtime.plan import pool_meta_from_indices
-from knnpool_gen.runtime.select import H200, Problem, select
+from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
+from knnpool_gen.runtime.select import H200, Configuration, Problem, select
 from knnpool_gen.runtime.tuned import TunedChoice, write_tuned
 from knnpool_gen.vocabulary import Direction, Mode, Staging
-from measurements import FakeTimer, case
+from measurements import MACHINE, FakeTimer, case
 
 KEYS = {kernel.name: key for key, kernel in KERNELS.items()}
 SMALL = replace(H200, shared_per_block=48 * 1024, shared_per_multiprocessor=64 * 1024)
@@ -150,3 +153,69 @@ def test_arguments_of_a_candidate() -> None:
         values = variants._values(stage, reduction, configuration, dict.fromkeys(names, tensor))
         assert set(configuration.kernel.arguments) <= set(values)
         assert values["rows"] == 6
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_a_case_is_measured_with_every_candidate(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a made-up device, on which candidates of 512 threads fail and those with taller tiles are faster."""
+    launched: list[tuple[str, int]] = []
+
+    def launch(configuration: Configuration, device: int, values: dict[str, int]) -> None:
+        if configuration.threads == 512:
+            raise RuntimeError("too many resources requested for launch")
+        launched.append((configuration.kernel.name, values["y" if direction is Direction.FORWARD else "grad_x"]))
+
+    def rows_of(name: str) -> float:
+        return 100.0 / KEYS[configurations[int(name)].kernel.name].rows
+
+    def on_the_cpu(indices: torch.Tensor, nin: int, device: str) -> PoolMeta:
+        return pool_meta_from_indices(indices, nin)
+
+    table = made_table("made", 40, 300, 5)
+    of = Case("made", 40, 300, 5, 64, 64, "float16", Mode.MAX, direction)
+    chosen = select(problem_of_case(of), H200)
+    configurations = list(dict.fromkeys([chosen, *candidates(problem_of_case(of), H200, all_threads=True)]))
+    monkeypatch.setattr(variants, "launch", launch)
+    monkeypatch.setattr(variants, "CudaTimer", lambda: FakeTimer(rows_of))
+    monkeypatch.setattr(variants, "device_facts", lambda index: replace(H200, label=MACHINE.device))
+    monkeypatch.setattr(variants, "_compile_all", lambda *_: None)
+    monkeypatch.setattr(
+        variants, "pool_meta_from_indices", lambda indices, nin, _: pool_meta_from_indices(indices, nin)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    found = variants.measure_variants(of, table, MACHINE, all_threads=True, repeats=2)
+
+    assert found is not None
+    assert found.chosen == described(chosen, rows_of("0"))
+    assert {(time.variant, time.stack, time.threads) for time in found.times} == {
+        (item.variant, item.stack, item.threads) for item in map(described, configurations) if item.threads != 512
+    }
+    assert all(time.microseconds == 100.0 / KEYS[time.variant].rows for time in found.times)
+    assert KEYS[best_choice(found).variant].rows == 8
+    outputs = {address for name, address in launched if name == chosen.kernel.name}
+    assert len(outputs) > 1
+    assert variants.measure_variants(of, table, replace(MACHINE, memory_bytes=1 << 10)) is None
+
+
+def test_what_fails_to_compile_is_found_out_by_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def cubin(kernel: Kernel, arch: str, macros: object) -> bytes:
+        tried.append(f"{kernel.name} {arch}")
+        raise CompileError("no")
+
+    monkeypatch.setattr(variants.compile, "cubin", cubin)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    configurations = candidates(problem_of_case(case()), H200)[:3]
+    variants._compile_all(configurations, 0)
+    assert sorted(tried) == sorted(f"{item.kernel.name} sm_90" for item in configurations)
+
+
+def test_a_recording_of_all_variants_holds_every_choice_of_the_model() -> None:
+    path = folders.real_tables()
+    assert path is not None
+    for of in variant_cases(load_tables(path), Selection()):
+        configurations = candidates(problem_of_case(of), H200)
+        measured = {(item.variant, item.stack, item.threads) for item in map(described, configurations)}
+        assert model_choice(of, H200) in measured, of.name
