@@ -35,7 +35,7 @@ def write_plots(recording: Recording, folder: Path) -> list[Path]:
     for name, draw in PICTURES.items():
         figure = draw(recording.cases)
         if figure is not None:
-            figure.suptitle(f"{recording.machine.device}, {recording.date[:10]}", fontsize=9)
+            figure.axes[0].set_title(f"{recording.machine.device}, {recording.date[:10]}", fontsize=9)
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], dpi=DPI, bbox_inches="tight")
     return written
@@ -64,7 +64,7 @@ def _dots(results: Sequence[CaseResult], peer: str, label: str, logarithmic: boo
     if logarithmic:
         axes.set_xscale("log")
     else:
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.05 * max(1, *(value for _, value in shown)))
     axes.axvline(1, color="grey", linewidth=1)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel(label)
