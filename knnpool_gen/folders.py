@@ -21,6 +21,12 @@ def generated() -> Path:
     return specs().parent / "generated"
 
 
+def real_tables() -> Path | None:
+    """The neighbour tables of real networks that the checkout keeps as test data; None in an installed wheel."""
+    path = specs().parent / "tests" / "data" / "fovi_tables.npz"
+    return path if path.is_file() else None
+
+
 def _package_folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -14,6 +14,7 @@ from knnpool_gen.pooling import DTYPES, check_input, forward
 from knnpool_gen.reduction import Reduction, make_reduction
 from knnpool_gen.runtime import canary, capture, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for, table_of
+from knnpool_gen.runtime.select import forget_choices
 from knnpool_gen.runtime.weights import clear_weights
 from knnpool_gen.vocabulary import Mode
 
@@ -125,8 +126,10 @@ def _options_of(layer: Any) -> dict[str, Any] | None:
 
 
 def clear_pool_cache() -> None:
-    """Forget plans of tables, loaded kernels and canary state; plans kept on layers and cubins on disk stay."""
+    """Forget plans of tables, loaded kernels, tuned choices and canary state; plans kept on layers and files on disk
+    stay."""
     clear_plans()
     clear_weights()
+    forget_choices()
     launch.forget_kernels()
     canary.forget()

@@ -7,17 +7,16 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import Ended, Run
 from knnpool_gen import compilation, folders
-from knnpool_gen.cli import ARCHITECTURES, app
+from knnpool_gen.cli import ARCHITECTURES
 from knnpool_gen.codegen.outputs import BANNER, banner
 from knnpool_gen.codegen.render import Renderer
 from knnpool_gen.codegen.spec import load_specs
@@ -36,31 +35,6 @@ REPAIR = "run `knnpool-gen regenerate`"
 STALE = f"generated/{KERNEL.file} is not the source the dispatch table was generated with; {REPAIR}"
 FILES = len(KERNELS) + 2
 UP_TO_DATE = f"{len(KERNELS)} variants, {FILES} file(s) up to date\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """What a command left behind."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process, its output going to no terminal."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str | Path) -> Ended:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-        return Ended(result.exit_code, result.stdout_bytes.decode(), result.stderr_bytes.decode())
-
-    return run
 
 
 @pytest.fixture
@@ -498,7 +472,11 @@ def test_wrong_usage(run: Run, arguments: tuple[str, ...]) -> None:
     assert "Error" in ended.stderr
 
 
-@pytest.mark.parametrize("command", [(), ("regenerate",), ("list",), ("show",), ("compile",), ("verify",)], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [(), *((name,) for name in ("regenerate", "list", "show", "compile", "verify", "bench", "tune", "doctor"))],
+    ids=str,
+)
 def test_help(run: Run, command: tuple[str, ...]) -> None:
     ended = run(*command, "-h")
     assert (ended.code, ended.stderr) == (0, "")

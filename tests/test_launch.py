@@ -240,10 +240,14 @@ def test_the_size_of_a_device_is_asked_once(machine: Machine, monkeypatch: pytes
             shared_memory_per_block_optin=227 * 1024,
             shared_memory_per_multiprocessor=228 * 1024,
             max_threads_per_multi_processor=2048,
+            name="NVIDIA H200",
+            major=9,
+            minor=0,
         )
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert [launch.device_facts(index) for index in (0, 1, 0)] == [H200, replace(H200, multiprocessors=133), H200]
+    first = replace(H200, label="NVIDIA H200 sm_90")
+    assert [launch.device_facts(index) for index in (0, 1, 0)] == [first, replace(first, multiprocessors=133), first]
     assert asked == [0, 1]
 
 

@@ -144,7 +144,7 @@ def test_every_choice_is_valid(problem: Problem, device: DeviceFacts, rs: int | 
             for key, kernel in KERNELS.items()
             if key[:3] == (problem.direction, problem.mode, problem.dtype)
             and rs in (None, key.rows)
-            and kernel.shared_bytes(problem.staged_nodes, 1, problem.slot_bytes) <= device.shared_per_block
+            and kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, 1, problem.slot_bytes) <= device.shared_per_block
             and problem.k <= (kernel.max_k or problem.k)
         ]
     else:
@@ -180,7 +180,7 @@ def test_the_largest_tile_that_fits() -> None:
         fitting = max(
             nodes for nodes in range(device.shared_per_block // 2)
             if any(
-                kernel.shared_bytes(nodes) <= device.shared_per_block
+                kernel.shared_bytes(nodes, 1) <= device.shared_per_block
                 for key, kernel in KERNELS.items()
                 if key[:4] == (Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED)
             )

@@ -57,11 +57,17 @@ def choices(nin: int, nout: int, k: int, rows: int, device: DeviceFacts) -> list
     ]
 
 
-def _choice(
-    direction: Direction, mode: Mode, dtype: str, rule: NanRule, sizes: tuple[int, int, int, int], device: DeviceFacts
-) -> Choice:
+def problem_of_sizes(
+    direction: Direction,
+    mode: Mode,
+    dtype: str,
+    sizes: tuple[int, int, int, int],
+    omit_nan: bool = False,
+    normalize: bool = False,
+) -> Problem:
+    """The problem of a table and an input of ``(Nin, Nout, K, rows)``; max with winning slots."""
     nin, nout, k, rows = sizes
-    problem = Problem(
+    return Problem(
         direction=direction,
         mode=mode,
         dtype=dtype,
@@ -70,11 +76,18 @@ def _choice(
         nout=nout,
         rows=rows,
         need_aux=mode is Mode.MAX,
-        omit_nan=rule is NanRule.OMIT,
+        omit_nan=omit_nan,
+        normalize=normalize,
         index_bytes=2 if reads_narrow(nin) else 4,
         slot_bytes=aux_dtype(k).itemsize,
         entry_bytes=4 if packs_narrow(k, nout) else 8,
     )
+
+
+def _choice(
+    direction: Direction, mode: Mode, dtype: str, rule: NanRule, sizes: tuple[int, int, int, int], device: DeviceFacts
+) -> Choice:
+    problem = problem_of_sizes(direction, mode, dtype, sizes, omit_nan=rule is NanRule.OMIT)
     chosen = select(problem, device)
     return Choice(
         direction=direction.value,

@@ -11,6 +11,7 @@ import torch
 from knnpool_gen.kernel import Kernel
 from knnpool_gen.runtime import capture, compile, cuda
 from knnpool_gen.runtime.select import Configuration, DeviceFacts
+from knnpool_gen.runtime.tuned import device_label
 
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory every kernel may use without asking, in bytes."""
@@ -30,6 +31,7 @@ def device_facts(device: int) -> DeviceFacts:
             shared_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             shared_per_multiprocessor=properties.shared_memory_per_multiprocessor,
             threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+            label=device_label(properties.name, (properties.major, properties.minor)),
         )
     return facts
 

@@ -14,12 +14,15 @@ from numbers import Integral
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnsupportedTypeError
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import Kernel
+from knnpool_gen.runtime.tuned import TunedChoice, forget_tuned, tuned_choice, warn_ignored
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 THREADS = 256
 """Threads of a block, unless the table is tiny or a tile so large that few blocks fit a multiprocessor."""
 RESERVED_SHARED = 1024
 """Shared memory the driver keeps of every block, in bytes (compute capability 8.0 and newer)."""
+BLOCK_SIZES = (64, 128, 256, 512, 1024)
+"""Threads a block may have."""
 MAX_BLOCKS = 32
 """Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
 STACKED_SHARED = 16 * 1024
@@ -46,6 +49,8 @@ class DeviceFacts:
     shared_per_block: int
     shared_per_multiprocessor: int
     threads_per_multiprocessor: int
+    label: str = ""
+    """What tuned choices know the device by; without it none is looked for."""
 
 
 H200 = DeviceFacts(
@@ -124,7 +129,7 @@ def check_tile_height(rs: object, heights: Collection[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Configuration:
-    """Choose a kernel and its launch.
+    """Choose a kernel and its launch: what ``rs`` asks for, then what was tuned on this device, then the model.
 
     ``rs`` asks for a variant of that many rows; its tiles are then not stacked.
 
@@ -143,8 +148,12 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
         )
     if rs is not None:
         check_tile_height(rs, heights)
-    staged = {rows: kernel for rows, kernel in staged.items() if _fits(problem, device, kernel)}
-    direct = {rows: kernel for rows, kernel in direct.items() if _fits(problem, device, kernel)}
+    elif (tuned := tuned_choice(problem, device.label)) is not None:
+        configuration = _tuned_configuration(problem, device, tuned)
+        if configuration is not None:
+            return configuration
+    staged = {rows: kernel for rows, kernel in staged.items() if fits(problem, device, kernel)}
+    direct = {rows: kernel for rows, kernel in direct.items() if fits(problem, device, kernel)}
     if rs is not None:
         if rs in staged:
             return configure(problem, device, rs, staged[rs], stack=1)
@@ -160,10 +169,24 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
     return configure(problem, device, rows, direct[rows])
 
 
+def forget_choices() -> None:
+    """Choose again for every problem, from the file of tuned choices as it then is."""
+    forget_tuned()
+    select.cache_clear()
+
+
 def configure(
-    problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel, stack: int | None = None
+    problem: Problem,
+    device: DeviceFacts,
+    rows: int,
+    kernel: Kernel,
+    stack: int | None = None,
+    block_threads: int | None = None,
 ) -> Configuration:
-    """Launch facts of one kernel: block size and stacking from what fits, grid just large enough for the device."""
+    """Launch facts of one kernel: block size and stacking from what fits, grid just large enough for the device.
+
+    ``stack`` and ``block_threads`` overrule what is worked out here.
+    """
     macros: dict[str, int | str] = {
         "KNNPOOL_K": problem.k,
         "KNNPOOL_NIN": problem.nin,
@@ -201,6 +224,7 @@ def configure(
         threads *= 2
     while threads > 64 and work <= threads // 2:
         threads //= 2
+    threads = block_threads or threads
     if not kernel.node_bytes:
         tiles *= -(-problem.written_nodes // threads)
     macros["KNNPOOL_THREADS"] = threads
@@ -218,14 +242,28 @@ def configure(
     )
 
 
+def _tuned_configuration(problem: Problem, device: DeviceFacts, tuned: TunedChoice) -> Configuration | None:
+    """What ``tuned`` says, or None with a warning where it says what cannot be launched."""
+    for key, kernel in KERNELS.items():
+        if kernel.name == tuned.variant and key[:3] == (problem.direction, problem.mode, problem.dtype):
+            if fits(problem, device, kernel, tuned.stack) and tuned.threads in BLOCK_SIZES:
+                return configure(problem, device, key.rows, kernel, tuned.stack, tuned.threads)
+            warn_ignored(f"{tuned.variant} with stack {tuned.stack} and {tuned.threads} threads does not fit here")
+            return None
+    warn_ignored(f"there is no variant {tuned.variant} for this mode and dtype")
+    return None
+
+
 def _variants(problem: Problem, staging: Staging) -> dict[int, Kernel]:
     """The kernels that compute the problem's mode on its dtype, by the rows of their tile, ascending."""
     wanted = (problem.direction, problem.mode, problem.dtype, staging)
     return dict(sorted((key.rows, kernel) for key, kernel in KERNELS.items() if key[:4] == wanted))
 
 
-def _fits(problem: Problem, device: DeviceFacts, kernel: Kernel) -> bool:
-    return _shared_bytes(problem, kernel, 1) <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
+def fits(problem: Problem, device: DeviceFacts, kernel: Kernel, stack: int = 1) -> bool:
+    """Whether ``kernel`` can be launched with tiles of ``stack`` groups of rows."""
+    shared_bytes = _shared_bytes(problem, kernel, stack)
+    return stack >= 1 and shared_bytes <= device.shared_per_block and problem.k <= (kernel.max_k or problem.k)
 
 
 def _size(problem: Problem, device: DeviceFacts) -> str:

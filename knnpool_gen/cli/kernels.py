@@ -1,50 +1,25 @@
-"""``knnpool-gen``: what a kernel author types.
-
-Exit codes: 0 done, 1 the answer is no (differences, a kernel that fails), 2 wrong usage or bad input.
-"""
+"""Commands for kernel authors: regenerate, list, show, compile, verify."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
-from rich.syntax import Syntax
 from rich.table import Table
 
-from knnpool_gen.errors import InvalidArgumentError, KNNPoolError, StaleDispatchError
+from knnpool_gen.cli.shared import JsonOption, errors, print_json, print_text, progress, stderr, stdout
+from knnpool_gen.errors import InvalidArgumentError, StaleDispatchError
 from knnpool_gen.kernel import Kernel, KernelKey
-
-app = typer.Typer(
-    name="knnpool-gen",
-    help="Generate, inspect, compile and verify the kernels of k-nearest-neighbour pooling.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-WIDE = 200
-"""Columns of output that no terminal limits."""
-
-stdout = Console(highlight=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
-stderr = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 VariantsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[VARIANT]...", help="Names of variants; all if none is given.")
 ]
 
-T = TypeVar("T")
 
-
-@app.command()
 def regenerate(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if anything differs.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Show every difference.")] = False,
@@ -58,12 +33,12 @@ def regenerate(
     from knnpool_gen.codegen.spec import load_specs
 
     out = (out or folders.generated()).absolute()  # lines begin with its name, which "." does not have
-    with _errors():
+    with errors():
         variants = load_specs(specs or folders.specs()).variants
         outputs = Renderer(templates or folders.templates()).outputs(variants)
         shown = outputs.diff(out) if diff else ""
         comparison = outputs.compare(out) if check else outputs.write(out)
-    _print_text(shown, "diff")
+    print_text(shown, "diff")
     verb = ("differs", "missing", "orphaned") if check else ("updated", "created", "removed")
     for what, paths in zip(verb, (comparison.changed, comparison.missing, comparison.orphaned), strict=True):
         for path in paths:
@@ -75,7 +50,6 @@ def regenerate(
     stdout.print(f"{len(variants)} variants, {len(outputs.files)} file(s) up to date")
 
 
-@app.command("list")
 def list_variants(
     problem: Annotated[
         tuple[int, int, int] | None,
@@ -88,10 +62,10 @@ def list_variants(
     if problem is not None:
         _list_choices(*problem, rows, as_json)
         return
-    with _errors():
+    with errors():
         entries = _select_variants(None)
     if as_json:
-        _print_json([_describe(key, kernel) for key, kernel in entries])
+        print_json([_describe(key, kernel) for key, kernel in entries])
         return
     table = Table("variant", "arguments", "bytes a node", box=None)
     for _, kernel in entries:
@@ -103,10 +77,10 @@ def _list_choices(nin: int, nout: int, k: int, rows: int, as_json: bool) -> None
     from knnpool_gen.runtime.choices import choices, current_device
 
     device_name, device = current_device()
-    with _errors():
+    with errors():
         found = choices(nin, nout, k, rows, device)
     if as_json:
-        _print_json([choice.as_dict() for choice in found])
+        print_json([choice.as_dict() for choice in found])
         return
     table = Table("variant", "nan", "stack", "grid", "threads", "shared bytes", box=None)
     for choice in found:
@@ -116,20 +90,18 @@ def _list_choices(nin: int, nout: int, k: int, rows: int, as_json: bool) -> None
     stderr.print(f"Nin {nin}, Nout {nout}, K {k}, {rows} rows, on {device_name}")
 
 
-@app.command()
 def show(variant: Annotated[str, typer.Argument(help="Name of a variant, as `list` prints it.")]) -> None:
     """Show the facts and the CUDA source of one variant."""
     from knnpool_gen.runtime.compile import read_source
 
-    with _errors():
+    with errors():
         ((key, kernel),) = _select_variants([variant])
         source = read_source(kernel)
     for name, value in _describe(key, kernel).items():
         stdout.print(f"// {name}: {value}", markup=False)
-    _print_text(source, "cuda")
+    print_text(source, "cuda")
 
 
-@app.command("compile")
 def compile_variants(
     variants: VariantsArgument = None,
     arch: Annotated[
@@ -141,15 +113,15 @@ def compile_variants(
     """Compile variants with NVRTC; needs no GPU. Exit 1 if one fails or spills registers."""
     from knnpool_gen.compilation import Compilation, architectures, compile_matrix
 
-    with _errors():
+    with errors():
         chosen = [kernel for _, kernel in _select_variants(variants)]
         archs = architectures(arch or (), ARCHITECTURES)
         results: list[Compilation] = []
-        for result in _progress(compile_matrix(chosen, archs), len(chosen) * len(archs), "compiling"):
+        for result in progress(compile_matrix(chosen, archs), len(chosen) * len(archs), "compiling"):
             results.append(result)
     bad = [result for result in results if not result.ok]
     if as_json:
-        _print_json([result.as_dict() for result in results])
+        print_json([result.as_dict() for result in results])
     else:
         table = Table("variant", "arch", "cubin bytes", "registers", "spill bytes", "shared bytes", box=None)
         for result in results:
@@ -162,7 +134,6 @@ def compile_variants(
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command()
 def verify(
     variants: VariantsArgument = None,
     emulate: Annotated[bool, typer.Option("--emulate", help="Run the CUDA sources on the CPU.")] = False,
@@ -172,19 +143,19 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare variants with the reference, bit for bit, on this machine's GPU or in emulation."""
-    with _errors():
+    with errors():
         chosen = _select_variants(variants)  # before torch is loaded
 
     from knnpool_gen.verification import Verdict, choose_backend, verify_kernel
 
-    with _errors():
+    with errors():
         backend = choose_backend(emulate, sanitizer)
         verdicts: list[Verdict] = []
-        for key, kernel in _progress(chosen, len(chosen), f"verifying ({backend.name})"):
+        for key, kernel in progress(chosen, len(chosen), f"verifying ({backend.name})"):
             verdicts.append(verify_kernel(key, kernel, backend))
     bad = [verdict for verdict in verdicts if verdict.faults]
     if as_json:
-        _print_json([verdict.as_dict() for verdict in verdicts])
+        print_json([verdict.as_dict() for verdict in verdicts])
     else:
         table = Table("variant", "cases", "faults", box=None)
         for verdict in verdicts:
@@ -230,40 +201,3 @@ def _describe(key: KernelKey, kernel: Kernel) -> dict[str, Any]:
         "arguments": list(kernel.arguments),
         "node_bytes": kernel.node_bytes,
     }
-
-
-def _print_text(text: str, language: str) -> None:
-    """Print ``text`` in colours on a terminal, and exactly as it is elsewhere."""
-    if stdout.is_terminal:
-        stdout.print(Syntax(text, language, background_color="default"))
-    else:
-        sys.stdout.write(text)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def _progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """``items``, with a progress bar on a terminal and nothing elsewhere."""
-    yield from track(
-        items, description=what, total=total, console=stderr, transient=True, disable=not stderr.is_terminal
-    )
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Bad input ends the command with its message and exit code 2."""
-    try:
-        yield
-    except KNNPoolError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    stderr.print(f"knnpool-gen: {message}", markup=False)
-    raise typer.Exit(2)
-
-
-if __name__ == "__main__":
-    app()
