@@ -12,7 +12,7 @@ from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownMod
 from knnpool_gen.ops import KNNPoolFunction
 from knnpool_gen.pooling import DTYPES, check_input, forward
 from knnpool_gen.reduction import Reduction, make_reduction
-from knnpool_gen.runtime import canary, capture, launch
+from knnpool_gen.runtime import canary, capture, execute, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for, table_of
 from knnpool_gen.runtime.select import forget_choices
 from knnpool_gen.runtime.weights import clear_weights
@@ -131,5 +131,6 @@ def clear_pool_cache() -> None:
     clear_plans()
     clear_weights()
     forget_choices()
+    execute.forget_prepared()
     launch.forget_kernels()
     canary.forget()

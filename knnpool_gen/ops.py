@@ -11,6 +11,8 @@ from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.pooling import backward, check_input, forward
 from knnpool_gen.reduction import Reduction, make_reduction
+from knnpool_gen.runtime.aux_layout import AuxLayout, unblock_aux
+from knnpool_gen.runtime.execute import aux_layout
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.vocabulary import Mode
 
@@ -27,8 +29,11 @@ class KNNPoolFunction(torch.autograd.Function):
         """Pool; arguments and errors as in :func:`knnpool_gen.pool_forward`. ``mode`` may come with its options."""
         check_input(meta, x)
         reduction = mode if isinstance(mode, Reduction) else make_reduction(meta, x.dtype, mode)
-        y, aux = forward(meta, x, reduction, need_aux)
+        layout = aux_layout(meta, x, reduction) if need_aux else AuxLayout.ROWS
+        y, aux = forward(meta, x, reduction, need_aux, layout=layout)
         ctx.meta = meta
+        ctx.layout = layout
+        ctx.shape = y.shape
         ctx.reduction = reduction
         ctx.save_for_backward(aux, x if reduction.backward_reads_x else None)
         return y
@@ -41,5 +46,7 @@ class KNNPoolFunction(torch.autograd.Function):
             raise InvalidArgumentError("the backward of 'max' needs the winning slots: apply with need_aux=True")
         grad_y = grads[0]
         if torch.is_grad_enabled() or library.watched(grad_y) or torch._C._functorch.is_legacy_batchedtensor(grad_y):
+            if ctx.layout is AuxLayout.BLOCKS:
+                aux = unblock_aux(aux, ctx.shape)
             return library.pull_back(grad_y, aux, x, ctx.meta, ctx.reduction), None, None, None
-        return backward(ctx.meta, grad_y, aux, ctx.reduction, x), None, None, None
+        return backward(ctx.meta, grad_y, aux, ctx.reduction, x, layout=ctx.layout), None, None, None

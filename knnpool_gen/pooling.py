@@ -11,6 +11,7 @@ from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.reduction import Reduction, accumulate_dtype, make_reduction
 from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime import execute
+from knnpool_gen.runtime.aux_layout import AuxLayout
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import all_tile_heights, check_tile_height
 from knnpool_gen.runtime.weights import EPSILON
@@ -126,12 +127,17 @@ def check_kind(name: str, tensor: Tensor) -> None:
 
 
 def forward(
-    meta: PoolMeta, x: Tensor, reduction: Reduction, need_aux: bool, rs: int | None = None
+    meta: PoolMeta,
+    x: Tensor,
+    reduction: Reduction,
+    need_aux: bool,
+    rs: int | None = None,
+    layout: AuxLayout = AuxLayout.ROWS,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`pool_forward` with arguments that are known to be good."""
+    """:func:`pool_forward` with arguments that are known to be good; ``layout`` is that of aux."""
     with torch.no_grad():
         if x.is_cuda:
-            y, aux = execute.forward(meta, x, reduction, need_aux, rs)
+            y, aux = execute.forward(meta, x, reduction, need_aux, rs, layout)
         else:
             y, aux = reference_forward(meta, x, reduction, need_aux)
         if reduction.empty_value is not None:
@@ -146,13 +152,14 @@ def backward(
     reduction: Reduction,
     x: Tensor | None,
     rs: int | None = None,
+    layout: AuxLayout = AuxLayout.ROWS,
 ) -> Tensor:
-    """:func:`pool_backward` with arguments that are known to be good."""
+    """:func:`pool_backward` with arguments that are known to be good; ``layout`` is that of ``aux``."""
     with torch.no_grad():
         if reduction.backward_reads_x and x is not None:
             return _backward_without_nan(meta, grad_y, reduction, x, rs)
         if grad_y.is_cuda:
-            return execute.backward(meta, grad_y, aux, reduction, rs)
+            return execute.backward(meta, grad_y, aux, reduction, rs, layout)
         return reference_backward(meta, grad_y, aux, reduction)
 
 

@@ -97,6 +97,7 @@ class Machine:
     entered: list[int] = field(default_factory=list)
     devices_set: list[int] = field(default_factory=list)
     capture_mode: int = 0
+    current: int = 0
 
 
 @pytest.fixture
@@ -106,7 +107,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     @contextlib.contextmanager
     def device(index: int) -> Iterator[None]:
         machine.entered.append(index)
-        yield
+        before, machine.current = machine.current, index
+        try:
+            yield
+        finally:
+            machine.current = before
 
     def set_device(index: int) -> None:
         machine.devices_set.append(index)
@@ -125,7 +130,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cuda, "runtime", lambda: SimpleNamespace(setDevice=set_device))
     monkeypatch.setattr(compile, "cubin", cubin)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("KNNPOOL_CANARY", raising=False)

@@ -144,7 +144,8 @@ def test_every_choice_is_valid(problem: Problem, device: DeviceFacts, rs: int | 
             for key, kernel in KERNELS.items()
             if key[:3] == (problem.direction, problem.mode, problem.dtype)
             and rs in (None, key.rows)
-            and kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, 1, problem.slot_bytes) <= device.shared_per_block
+            and kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, 1, problem.slot_bytes)
+            <= device.shared_per_block
             and problem.k <= (kernel.max_k or problem.k)
         ]
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.aux_layout import AuxLayout, can_block_aux
-from knnpool_gen.runtime.launch import device_facts, launch
+from knnpool_gen.runtime.launch import device_facts, load, start
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
-from knnpool_gen.runtime.select import Problem, select
+from knnpool_gen.runtime.select import Configuration, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
 
 WIDEST_ACCESS = 16
@@ -26,15 +28,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_layouts: weakref.WeakKeyDictionary[PoolMeta, dict[object, AuxLayout]] = weakref.WeakKeyDictionary()
+
+
 def aux_layout(meta: PoolMeta, x: Tensor, reduction: Reduction) -> AuxLayout:
     """The layout of aux that suits the forward and the backward of ``x`` both."""
     rows = math.prod(x.shape[:-1])
     if reduction.mode is not Mode.MAX or not x.is_cuda or rows % AUX_ROWS:
         return AuxLayout.ROWS
-    facts = device_facts(x.device.index)
-    problems = (problem_of(direction, meta, reduction, x.dtype, rows, True, True) for direction in Direction)
-    blocks = all(can_block_aux(select(problem, facts).kernel) for problem in problems)
-    return AuxLayout.BLOCKS if blocks else AuxLayout.ROWS
+    key = (x.dtype, rows, reduction.omit_nan, x.get_device())
+    found = _layouts.setdefault(meta, {})
+    if key not in found:
+        facts = device_facts(x.get_device())
+        problems = (problem_of(direction, meta, reduction, x.dtype, rows, True, True) for direction in Direction)
+        blocks = all(can_block_aux(select(problem, facts).kernel) for problem in problems)
+        if len(found) >= MOST_PREPARED:
+            found.clear()
+        found[key] = AuxLayout.BLOCKS if blocks else AuxLayout.ROWS
+    return found[key]
 
 
 def forward(
@@ -47,16 +58,16 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Reduce every column of the table: :func:`knnpool_gen.reference.reference_forward`, as one kernel."""
     x = x.contiguous()
-    shape = (*x.shape[:-1], meta.nout)
-    tensors = {"x": x, "y": torch.empty(shape, dtype=x.dtype, device=x.device)}
-    aux = None
-    if need_aux and reduction.mode is Mode.MAX:
-        blocks = (math.prod(x.shape[:-1]) // AUX_ROWS, meta.nout, AUX_ROWS)
-        aux_shape = blocks if layout is AuxLayout.BLOCKS else shape
-        aux = tensors["aux"] = torch.empty(aux_shape, dtype=aux_dtype(meta.k), device=x.device)
-    outputs = [tensors["y"]] if aux is None else [tensors["y"], aux]
-    _run(Direction.FORWARD, meta, reduction, tensors, outputs, math.prod(x.shape[:-1]), rs, layout)
-    return tensors["y"], aux
+    outer = x.shape[:-1]
+    y = x.new_empty((*outer, meta.nout))
+    if not (need_aux and reduction.mode is Mode.MAX):
+        _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y}, (y,), math.prod(outer), rs, layout)
+        return y, None
+    rows = math.prod(outer)
+    shape = (rows // AUX_ROWS, meta.nout, AUX_ROWS) if layout is AuxLayout.BLOCKS else y.shape
+    aux = x.new_empty(shape, dtype=aux_dtype(meta.k))
+    _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y, "aux": aux}, (y, aux), rows, rs, layout)
+    return y, aux
 
 
 def backward(
@@ -69,12 +80,36 @@ def backward(
 ) -> Tensor:
     """Send the gradient back: :func:`knnpool_gen.reference.reference_backward`, as one kernel."""
     grad_y = grad_y.contiguous()
-    grad_x = torch.empty((*grad_y.shape[:-1], meta.nin), dtype=grad_y.dtype, device=grad_y.device)
+    outer = grad_y.shape[:-1]
+    grad_x = grad_y.new_empty((*outer, meta.nin))
     tensors = {"grad_y": grad_y, "grad_x": grad_x}
     if aux is not None:
         tensors["aux"] = aux.contiguous()
-    _run(Direction.BACKWARD, meta, reduction, tensors, [grad_x], math.prod(grad_y.shape[:-1]), rs, layout)
+    _run(Direction.BACKWARD, meta, reduction, tensors, (grad_x,), math.prod(outer), rs, layout)
     return grad_x
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A loaded kernel for calls that differ in their tensors only."""
+
+    configuration: Configuration
+    function: int
+    arguments: tuple[int | str, ...]
+    """Address or number; for a tensor that the call brings, its name."""
+
+
+_prepared: weakref.WeakKeyDictionary[object, dict[object, _Prepared]] = weakref.WeakKeyDictionary()
+"""By what the addresses belong to: the weights if there are any, otherwise the plan. It must outlive its kernels'
+arguments, hence is not kept alive by them."""
+MOST_PREPARED = 64
+"""Kernels prepared for one plan: as many as it has batch sizes, dtypes and options in use."""
+
+
+def forget_prepared() -> None:
+    """Choose and load again at the next call."""
+    _prepared.clear()
+    _layouts.clear()
 
 
 def _run(
@@ -82,32 +117,65 @@ def _run(
     meta: PoolMeta,
     reduction: Reduction,
     tensors: dict[str, Tensor],
-    outputs: list[Tensor],
+    outputs: tuple[Tensor, ...],
     rows: int,
     rs: int | None,
     layout: AuxLayout,
 ) -> None:
     """Select and launch; ``tensors`` holds what the call brings, by the names of the kernel's arguments."""
-    device: int = outputs[0].device.index
-    aligned = all(tensor.data_ptr() % WIDEST_ACCESS == 0 for tensor in tensors.values())
-    problem = problem_of(direction, meta, reduction, outputs[0].dtype, rows, "aux" in tensors, aligned, layout)
-    configuration = select(problem, device_facts(device), rs)
-    if all(output.numel() == 0 for output in outputs):
+    output = outputs[0]
+    device: int = output.get_device()
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    aligned = all(address % WIDEST_ACCESS == 0 for address in addresses.values())
+    key = (
+        direction.value, reduction.mode.value, reduction.omit_nan, reduction.normalize, output.dtype, rows,
+        "aux" in tensors, aligned, layout.value, rs, device,
+    )  # fmt: skip
+    of_owner = _prepared.get(reduction.weights or meta)
+    prepared = None if of_owner is None else of_owner.get(key)
+    if prepared is None:
+        problem = problem_of(direction, meta, reduction, output.dtype, rows, "aux" in tensors, aligned, layout)
+        configuration = select(problem, device_facts(device), rs)
+        if not any(output.numel() for output in outputs):
+            return
+        prepared = _prepare(configuration, meta, reduction, addresses, rows, device)
+        of_owner = _prepared.setdefault(reduction.weights or meta, {})
+        if len(of_owner) >= MOST_PREPARED:
+            of_owner.clear()
+        of_owner[key] = prepared
+    _start(prepared, [addresses.get(a, 0) if isinstance(a, str) else a for a in prepared.arguments], outputs, device)
+    if torch.cuda.is_current_stream_capturing():
+        capture.hold(meta)
+        capture.hold(reduction.weights)
+
+
+def _prepare(
+    configuration: Configuration,
+    meta: PoolMeta,
+    reduction: Reduction,
+    addresses: dict[str, int],
+    rows: int,
+    device: int,
+) -> _Prepared:
+    def argument(name: str) -> int | str:
+        if name == "rows":
+            return rows
+        return name if name in addresses or name == "aux" else table(meta, reduction, name).data_ptr()
+
+    arguments = tuple(argument(name) for name in configuration.kernel.arguments)
+    return _Prepared(configuration, load(configuration, device), arguments)
+
+
+def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...], device: int) -> None:
+    """Launch; where that is due, find out whether the kernel writes everything."""
+    if not canary.due(prepared.function):
+        start(prepared.function, prepared.configuration, device, arguments)
         return
-    values = {"rows": rows, "aux": 0, **{name: tensor.data_ptr() for name, tensor in tensors.items()}}
-    for name in configuration.kernel.arguments:
-        if name not in values:
-            values[name] = table(meta, reduction, name).data_ptr()
-    what = (configuration.kernel, configuration.macros, device)
+    function, configuration = prepared.function, prepared.configuration
     with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            capture.hold(meta)
-            capture.hold(reduction.weights)
-        if canary.due(what):
-            name = configuration.kernel.name
-            canary.check(what, name, outputs, lambda: launch(configuration, device, values))
-        else:
-            launch(configuration, device, values)
+        canary.check(
+            function, configuration.kernel.name, outputs, lambda: start(function, configuration, device, arguments)
+        )
 
 
 def problem_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -38,38 +39,77 @@ def device_facts(device: int) -> DeviceFacts:
 
 def launch(configuration: Configuration, device: int, values: Mapping[str, int]) -> None:
     """Launch on the current stream of ``device``; ``values`` holds an address or number for every argument."""
-    kernel = configuration.kernel
-    with torch.cuda.device(device):
-        function = _load(configuration, device)
-        count = len(kernel.arguments)
-        # Every parameter is 8 bytes wide: a pointer or the number of rows.
-        cells = (ctypes.c_uint64 * count)(*[values[name] for name in kernel.arguments])
-        base = ctypes.addressof(cells)
-        pointers = (ctypes.c_void_p * count)(*[base + 8 * i for i in range(count)])
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.driver().launchKernel(
-            function, configuration.grid, 1, 1, configuration.threads, 1, 1,
-            configuration.shared_bytes, stream, ctypes.addressof(pointers), 0,
-        )  # fmt: skip
+    with _current(device):
+        function = load(configuration, device)
+        start(function, configuration, device, [values[name] for name in configuration.kernel.arguments])
+
+
+def start(function: int, configuration: Configuration, device: int, arguments: list[int]) -> None:
+    """Launch the loaded ``function`` on the current stream of ``device``; arguments in the kernel's order."""
+    if torch.cuda.current_device() != device:  # seldom; a guard costs as much as all the rest
+        with torch.cuda.device(device):
+            return start(function, configuration, device, arguments)
+    _enter_context(device)
+    cells, pointers = _parameters.of(len(arguments))
+    cells[:] = arguments  # type: ignore[assignment]
+    cuda.driver().launchKernel(
+        function, configuration.grid, 1, 1, configuration.threads, 1, 1,
+        configuration.shared_bytes, _current_stream(device), pointers, 0,
+    )  # fmt: skip
+    return None
+
+
+def load(configuration: Configuration, device: int) -> int:
+    """Handle of the kernel, compiled and loaded once for each device; valid in its primary context."""
+    key = (configuration.kernel, configuration.macros, device)
+    function = _functions.get(key)
+    if function is None:
+        with _current(device), _lock:
+            _enter_context(device)
+            function = _functions.get(key)
+            if function is None:
+                function = _functions[key] = _load_now(configuration, device)
+    return function
+
+
+class _Parameters(threading.local):
+    """Memory for the parameters of a launch, 8 bytes each: a pointer or the number of rows.
+
+    The driver copies them before it returns, so one buffer a thread is enough.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, tuple[ctypes.Array[ctypes.c_uint64], int, object]] = {}
+
+    def of(self, count: int) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
+        """Return cells for ``count`` parameters and the address of the pointers to them."""
+        found = self._buffers.get(count)
+        if found is None:
+            cells = (ctypes.c_uint64 * count)()
+            base = ctypes.addressof(cells)
+            pointers = (ctypes.c_void_p * count)(*[base + 8 * i for i in range(count)])
+            found = self._buffers[count] = (cells, ctypes.addressof(pointers), pointers)
+        return found[0], found[1]
+
+
+_parameters = _Parameters()
+
+
+def _current(device: int) -> AbstractContextManager[object]:
+    """Make ``device`` the current one, if it is not."""
+    return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def _current_stream(device: int) -> int:
+    """Handle of torch's current stream, without the object around it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 def forget_kernels() -> None:
     """Drop what was loaded; the next launch loads again, from the cache on disk."""
     with _lock:
         _functions.clear()
-
-
-def _load(configuration: Configuration, device: int) -> int:
-    """Handle of the loaded kernel, valid in the primary context of ``device``, which must be current."""
-    _enter_context(device)
-    key = (configuration.kernel, configuration.macros, device)
-    function = _functions.get(key)
-    if function is None:
-        with _lock:
-            function = _functions.get(key)
-            if function is None:
-                function = _functions[key] = _load_now(configuration, device)
-    return function
 
 
 def _load_now(configuration: Configuration, device: int) -> int:
