@@ -164,7 +164,8 @@ def test_fovi_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnavailableError, match=r"^fovi is not installed$"):
         fovi_kernels()
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "fovi", None)
+    for name in ("fovi", *(name for name in sys.modules if name.startswith("fovi."))):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnavailableError, match=r"^fovi cannot be imported: "):
         fovi_kernels()
 

@@ -104,19 +104,14 @@ def test_the_problem_is_the_one_that_a_call_poses(
     monkeypatch.setattr(execute, "select", lambda problem, *_: asked.append(problem) or select(problem, H200))
     monkeypatch.setattr(execute, "device_facts", lambda index: H200)
     monkeypatch.setattr(execute.canary, "due", lambda what: False)
-    monkeypatch.setattr(execute.torch.cuda, "device", lambda index: _Nothing())
-    monkeypatch.setattr(execute, "launch", lambda *_: None)
+    monkeypatch.setattr(execute.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(execute, "load", lambda *_: 1)
+    monkeypatch.setattr(execute, "start", lambda *_: None)
     if direction is Direction.FORWARD:
         execute.forward(meta, stage.inputs[0], reduction, True, None)
     else:
         execute.backward(meta, stage.inputs[0], stage.aux[0], reduction, None)
     assert asked == [problem_of_case(of)]
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_what_does_well_in_a_trial_is_measured_longer() -> None:
