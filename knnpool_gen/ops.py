@@ -27,8 +27,11 @@ class KNNPoolFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, meta: PoolMeta, mode: str | Reduction, need_aux: bool) -> Tensor:
         """Pool; arguments and errors as in :func:`knnpool_gen.pool_forward`. ``mode`` may come with its options."""
-        check_input(meta, x)
-        reduction = mode if isinstance(mode, Reduction) else make_reduction(meta, x.dtype, mode)
+        if isinstance(mode, Reduction):  # made for x, which has been checked
+            reduction = mode
+        else:
+            check_input(meta, x)
+            reduction = make_reduction(meta, x.dtype, mode)
         layout = aux_layout(meta, x, reduction) if need_aux else AuxLayout.ROWS
         y, aux = forward(meta, x, reduction, need_aux, layout=layout)
         ctx.meta = meta

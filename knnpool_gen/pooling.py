@@ -135,14 +135,14 @@ def forward(
     layout: AuxLayout = AuxLayout.ROWS,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`pool_forward` with arguments that are known to be good; ``layout`` is that of aux."""
-    with torch.no_grad():
-        if x.is_cuda:
-            y, aux = execute.forward(meta, x, reduction, need_aux, rs, layout)
-        else:
-            y, aux = reference_forward(meta, x, reduction, need_aux)
-        if reduction.empty_value is not None:
-            y.index_fill_(-1, meta.empty_columns, reduction.empty_value)
-        return y, aux
+    x = x.detach() if x.requires_grad else x  # what is made from it records no gradient, then
+    if x.is_cuda:
+        y, aux = execute.forward(meta, x, reduction, need_aux, rs, layout)
+    else:
+        y, aux = reference_forward(meta, x, reduction, need_aux)
+    if reduction.empty_value is not None:
+        y.index_fill_(-1, meta.empty_columns, reduction.empty_value)
+    return y, aux
 
 
 def backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ class Reduction:
     """The value of an empty column, if not the mode's own; one that the dtype of the call can hold."""
 
     @property
+    def plain(self) -> bool:
+        """Whether mode and NaN rule are all there is to it."""
+        return self.weights is None and self.empty_value is None
+
+    @property
     def backward_reads_x(self) -> bool:
         """Whether the gradient depends on which inputs are NaN; for max, ``aux`` knows."""
         return self.omit_nan and self.mode is not Mode.MAX
@@ -60,6 +66,9 @@ def make_reduction(
         UnknownModeError: no such mode.
         InvalidArgumentError, UnsupportedTypeError: an option that does not exist or does not go with the mode.
     """
+    plain = weights is None and empty_value is None and normalize_weights is False
+    if plain and isinstance(mode, str) and isinstance(nan, (str, type(None))):
+        return _plain(mode, nan)
     chosen, omit_nan = check_options(mode, nan, weights, normalize_weights)
     return Reduction(
         mode=chosen,
@@ -68,6 +77,13 @@ def make_reduction(
         normalize=normalize_weights,
         empty_value=None if empty_value is None else _rounded(empty_value, dtype),
     )
+
+
+@lru_cache(maxsize=32)
+def _plain(mode: str, nan: str | None) -> Reduction:
+    """The one reduction that ``mode`` and ``nan`` alone make: checked once, recognised by its identity."""
+    chosen, omit_nan = check_options(mode, nan, None, False)
+    return Reduction(chosen, omit_nan)
 
 
 def check_options(mode: str, nan: str | None, weights: Tensor | None, normalize_weights: bool) -> tuple[Mode, bool]:

@@ -23,7 +23,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_ENTRY unsigned       // type of a packed (slot, output node)
 #define KNNPOOL_STACK 1              // groups of 4 rows in a tile
-#define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
+#define KNNPOOL_VECTOR 2             // nodes of one row that one load brings
 #define KNNPOOL_OUT_VECTOR 4         // nodes of one row that one store takes away
 #define KNNPOOL_THREADS 256          // threads of a block
 #define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor

@@ -21,7 +21,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {

@@ -24,7 +24,7 @@
 #define KNNPOOL_STACK 1              // groups of 2 rows in a tile
 #define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {

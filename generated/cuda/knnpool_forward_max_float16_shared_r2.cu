@@ -23,12 +23,12 @@
 #define KNNPOOL_SLOT unsigned char   // type of a slot
 #define KNNPOOL_OMIT_NAN 1           // 1: leave NaN out, 0: let it through
 #define KNNPOOL_AUX 1                // 1: write aux, 0: leave it alone
-#define KNNPOOL_AUX_BLOCKED 0        // 1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]
+#define KNNPOOL_AUX_BLOCKED 1        // 1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]
 #define KNNPOOL_STACK 1              // groups of 2 rows in a tile
 #define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
 #define KNNPOOL_SPLIT 1              // threads that share a column
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {

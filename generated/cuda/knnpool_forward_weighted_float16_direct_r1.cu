@@ -21,7 +21,7 @@
 #define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
 #define KNNPOOL_NORMALIZE 0          // 1: divide by the sum of the weights
 #define KNNPOOL_THREADS 256          // threads of a block
-#define KNNPOOL_BLOCKS 3             // blocks that share a multiprocessor
+#define KNNPOOL_BLOCKS 4             // blocks that share a multiprocessor
 #endif
 
 namespace {

@@ -5,6 +5,7 @@ Templates substitute these facts and loop; they compute nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from knnpool_gen.codegen.outputs import banner
@@ -18,6 +19,9 @@ WIDEST_STORE = 8
 """Bytes of the widest store of a backward: wider ones take registers that the sums need."""
 WAVEFRONT = 128
 """Bytes that shared memory delivers at a time: 32 banks of 4 bytes."""
+DEFAULT_NIN = 964
+DEFAULT_NOUT = 230
+"""Nodes of the table that a source is made for when it is compiled alone."""
 AHEAD_BYTES = 128
 """Registers of a thread for values that are on their way to shared memory, in bytes."""
 MOST_LOADS = 16
@@ -199,6 +203,11 @@ class KernelFacts:
         return max(1, min(MOST_LOADS, budget // (self.rows * self.vector * self.variant.dtype.bytes)))
 
     @property
+    def default_vector(self) -> int:
+        """What one load brings with the sizes a source has when it is compiled alone."""
+        return math.gcd(self.vector, DEFAULT_NOUT if self.backward else DEFAULT_NIN)
+
+    @property
     def out_vector(self) -> int:
         """Nodes of one row that one store of a backward takes away."""
         return max(1, min(self.vector, WIDEST_STORE // self.variant.dtype.bytes))
@@ -281,7 +290,7 @@ class KernelFacts:
     @property
     def switches(self) -> tuple[Switch, ...]:
         """The switches of this kernel."""
-        blocked = [Switch("KNNPOOL_AUX_BLOCKED", 0, "1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]")]
+        blocked = [Switch("KNNPOOL_AUX_BLOCKED", 1, "1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]")]
         if self.backward:
             return tuple(blocked * self.blocked)
         found = [Switch("KNNPOOL_OMIT_NAN", int(self.aux), "1: leave NaN out, 0: let it through")]
@@ -329,7 +338,7 @@ class KernelFacts:
         """Threads of a multiprocessor that the registers must allow: fewer where every node takes many."""
         if self.node.bytes > WIDEST_READ:
             return 512
-        light = self.backward and self.value_bytes == 2 and not self.reads_weights
+        light = self.value_bytes == 2 and not self.reads_weights if self.backward else self.node.bytes <= 8
         return 1024 if light else 768
 
     @property

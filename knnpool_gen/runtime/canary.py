@@ -21,7 +21,7 @@ PATTERNS = (0x55, 0xAA)
 
 
 class Canary(str, Enum):
-    """How often outputs are checked: ``KNNPOOL_CANARY``."""
+    """How often outputs are checked: ``KNNPOOL_CANARY``, read before a kernel's first check."""
 
     OFF = "off"
     FIRST = "first"
@@ -29,23 +29,29 @@ class Canary(str, Enum):
     ALWAYS = "always"
 
 
+_SETTINGS = {canary.value: canary for canary in Canary}
 _checked: set[Hashable] = set()
+_always = False
+"""What the environment said when it was last looked at."""
 _lock = threading.Lock()
 
 
 def setting() -> Canary:
     """What ``KNNPOOL_CANARY`` asks for."""
-    value = os.environ.get("KNNPOOL_CANARY", Canary.FIRST.value)
-    try:
-        return Canary(value)
-    except ValueError:
-        allowed = ", ".join(canary.value for canary in Canary)
-        raise InvalidArgumentError(f"KNNPOOL_CANARY = {value!r}; allowed: {allowed}") from None
+    value = os.environ.get("KNNPOOL_CANARY", "first")
+    found = _SETTINGS.get(value)
+    if found is None:
+        raise InvalidArgumentError(f"KNNPOOL_CANARY = {value!r}; allowed: {', '.join(_SETTINGS)}")
+    return found
 
 
 def due(what: Hashable) -> bool:
     """Whether the outputs of ``what`` are to be checked now. Never inside a graph capture: it would synchronise."""
+    global _always
+    if what in _checked and not _always:
+        return False  # without a look at the environment, which costs as much as a launch
     canary = setting()
+    _always = canary is Canary.ALWAYS
     if canary is Canary.OFF or (canary is Canary.FIRST and what in _checked):
         return False
     return not torch.cuda.is_current_stream_capturing()

@@ -127,10 +127,9 @@ def _run(
     device: int = output.get_device()
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     aligned = all(address % WIDEST_ACCESS == 0 for address in addresses.values())
-    key = (
-        direction.value, reduction.mode.value, reduction.omit_nan, reduction.normalize, output.dtype, rows,
-        "aux" in tensors, aligned, layout.value, rs, device,
-    )  # fmt: skip
+    how = reduction if reduction.plain else (reduction.mode, reduction.omit_nan, reduction.normalize)
+    blocks = layout is AuxLayout.BLOCKS
+    key = (direction is Direction.FORWARD, how, output.dtype, rows, "aux" in addresses, aligned, blocks, rs, device)
     of_owner = _prepared.get(reduction.weights or meta)
     prepared = None if of_owner is None else of_owner.get(key)
     if prepared is None:

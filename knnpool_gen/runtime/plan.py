@@ -241,8 +241,11 @@ class PlanCache:
     def get(self, indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
         """Return the plan of ``indices`` as it is now; arguments as for :func:`pool_meta_from_indices`."""
         check_table(indices)
-        nodes = _checked_nin(nin)
-        where = indices.device if device is None else resolve_device(device)
+        nodes = nin if type(nin) is int and nin >= 0 else _checked_nin(nin)
+        if isinstance(device, torch.device) and device.index is not None:
+            where = device
+        else:
+            where = indices.device if device is None else resolve_device(device)
         return self._plans.get(indices, (nodes, where), lambda: pool_meta_from_indices(indices, nodes, where))
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 MAX_BLOCKS = 32
 """Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
 STACKED_SHARED = 16 * 1024
-"""A tile is stacked only up to this many bytes; twice that if it has no work for a warp otherwise."""
+"""A tile is stacked only up to this many bytes; four times that if it has no work for a warp otherwise."""
 LONG_COLUMN = 16
 """Slots that each of the threads that share a column is left with, at least."""
 WARP = 32
@@ -305,7 +305,7 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     while (
         stack * problem.written_nodes < THREADS
         and _shared_bytes(problem, kernel, 2 * stack)
-        <= STACKED_SHARED * (1 if stack * problem.written_nodes >= WARP else 2)
+        <= STACKED_SHARED * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4)
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):
         stack *= 2

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -40,6 +41,11 @@ class TableCache(Generic[T]):
         """Return the value of ``table`` as it is now under ``key``; ``build`` makes it where there is none."""
         full_key = (id(table), key)
         kept = self._kept
+        found = kept.get(full_key)
+        if found is not None and found[0].matches(table):  # the usual case, without the lock
+            with suppress(KeyError):  # another thread may have dropped it meanwhile
+                kept.move_to_end(full_key)
+            return found[1]
         with self._lock:
             found = kept.pop(full_key, None)
             if found is None or not found[0].matches(table):
