@@ -69,8 +69,8 @@ def test_the_launch_of_a_tuned_choice_is_whole(file: Path) -> None:
     assert (macros["KNNPOOL_STACK"], macros["KNNPOOL_THREADS"]) == (4, 128)
     # 965 nodes, rounded up to 968, of 2 rows of 2 bytes, four times.
     assert configuration.shared_bytes == 4 * 968 * 4
-    # As many blocks as the registers allow: 768 threads a multiprocessor, in blocks of 128.
-    assert configuration.grid == 132 * 6
+    # As many blocks as the registers allow: 1024 threads a multiprocessor, in blocks of 128.
+    assert configuration.grid == 132 * 8
 
 
 @pytest.mark.parametrize(
