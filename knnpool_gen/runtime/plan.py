@@ -333,6 +333,8 @@ def check_table(indices: object) -> None:
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {type(indices).__name__}")
     if indices.dtype not in _INTEGER_DTYPES:
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {indices.dtype}")
+    if indices.layout is not torch.strided:
+        raise UnsupportedTypeError(f"indices must be a strided tensor, not one of layout {indices.layout}")
     if indices.dim() != 2:
         raise InvalidArgumentError(f"indices must have shape [K, Nout], not {list(indices.shape)}")
 
