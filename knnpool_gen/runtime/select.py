@@ -305,7 +305,10 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     while (
         stack * problem.written_nodes < THREADS
         and _shared_bytes(problem, kernel, 2 * stack)
-        <= STACKED_SHARED * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4)
+        <= min(
+            STACKED_SHARED * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4),
+            device.shared_per_block,
+        )
         and problem.rows >= 2 * stack * rows * device.multiprocessors
     ):
         stack *= 2
