@@ -348,7 +348,7 @@ def test_tables_of_one_device_serve_no_other(
 
 def test_weights_of_one_device_serve_no_other(machine: Machine) -> None:
     reduction = reduction_on(plan_on(0), 0, "weighted")
-    with pytest.raises(InvalidArgumentError, match="^weights is on cpu, the values on cuda:1$"):
+    with pytest.raises(InvalidArgumentError, match=r"^weights is on cpu, the values on cuda:1$"):
         execute.forward(plan_on(1), values_on(1, 6, 5), reduction, need_aux=False, rs=None)
 
 
