@@ -12,7 +12,7 @@ from knnpool_gen.reduction import Reduction, accumulate_dtype, make_reduction
 from knnpool_gen.reference import reference_backward, reference_forward
 from knnpool_gen.runtime import execute
 from knnpool_gen.runtime.aux_layout import AuxLayout
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
+from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_dense
 from knnpool_gen.runtime.select import all_tile_heights, check_tile_height
 from knnpool_gen.runtime.weights import EPSILON
 from knnpool_gen.vocabulary import Mode
@@ -94,6 +94,8 @@ def pool_backward(
             that is missing or has another shape, dtype or device than ``grad_y`` asks for.
     """
     check_plan(meta)
+    if isinstance(grad_y, Tensor):
+        check_dense("grad_y", grad_y)
     _check_tensor("grad_y", grad_y, meta.nout, "Nout", meta)
     _check_rs(rs)
     reduction = make_reduction(meta, grad_y.dtype, mode, nan, None, weights, normalize_weights)
@@ -211,6 +213,7 @@ def _check_aux(aux: Tensor | None, grad_y: Tensor, meta: PoolMeta) -> Tensor:
         raise InvalidArgumentError("mode 'max' needs aux, the winning slots: call pool_forward with need_aux=True")
     if not isinstance(aux, Tensor):
         raise UnsupportedTypeError(f"aux is a {type(aux).__name__}, not a torch.Tensor")
+    check_dense("aux", aux)
     wanted = aux_dtype(meta.k)
     if aux.dtype != wanted:
         raise UnsupportedTypeError(

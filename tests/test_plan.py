@@ -805,3 +805,11 @@ def test_layers_without_what_it_takes() -> None:
     pool.knn_indices_pad_token = [[0, 3]]
     with pytest.raises(UnsupportedTypeError, match="integer tensor, not list"):
         ensure_pool_metadata(pool)
+
+
+def test_a_sparse_table_is_named() -> None:
+    sparse = torch.tensor([[0, 1], [2, 5]]).to_sparse()
+    with pytest.raises(
+        UnsupportedTypeError, match=r"^indices must be a strided tensor, not one of layout torch\.sparse_coo$"
+    ):
+        pool_meta_from_indices(sparse, 4)

@@ -744,3 +744,17 @@ def test_a_layer_dies_with_its_plan() -> None:
     del layer
     gc.collect()
     assert plan() is None
+
+
+def test_gradients_and_slots_that_are_not_dense_are_named() -> None:
+    meta = pool_meta_from_indices(torch.tensor([[0, 1], [2, 5]]), 4)
+    _, aux = pool_forward(meta, torch.ones(3, 4), "max")
+    assert aux is not None
+    with pytest.raises(
+        UnsupportedTypeError, match=r"^grad_y must be a strided tensor, not one of layout torch\.sparse_coo$"
+    ):
+        pool_backward(meta, torch.ones(3, 2).to_sparse(), aux, "max")
+    with pytest.raises(
+        UnsupportedTypeError, match=r"^aux must be a strided tensor, not one of layout torch\.sparse_coo$"
+    ):
+        pool_backward(meta, torch.ones(3, 2), aux.to_sparse(), "max")

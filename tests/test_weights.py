@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from knnpool_gen import clear_pool_cache, pool_forward, pool_function, pool_meta_from_indices
+from knnpool_gen.errors import UnsupportedTypeError
 from knnpool_gen.runtime import weights as cached
 from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.runtime.weights import PoolWeights, prepare_weights
@@ -215,3 +216,9 @@ def test_the_cache_is_cleared_with_all_others() -> None:
     clear_pool_cache()
     assert kept() == 0
     assert prepare_weights(meta, weights, torch.float32) is not prepared
+
+
+def test_sparse_weights_are_named() -> None:
+    table = torch.tensor([[0, 1], [2, 5]])
+    with pytest.raises(UnsupportedTypeError, match=r"^weights must be a strided tensor, not one of layout "):
+        pool_function(torch.ones(3, 4), table, "weighted", weights=torch.ones(2, 2).to_sparse())

@@ -327,12 +327,20 @@ def table_of(layer: object) -> tuple[Tensor, int]:
     return indices, _checked_nin(nin)
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise unless ``tensor`` lies in ordinary memory: neither sparse nor nested."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise UnsupportedTypeError(f"{name} must be a strided tensor, not {kind}")
+
+
 def check_table(indices: object) -> None:
     """Check what a look at a table tells; its values are checked when a plan is built."""
     if not isinstance(indices, Tensor):
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {type(indices).__name__}")
     if indices.dtype not in _INTEGER_DTYPES:
         raise UnsupportedTypeError(f"indices must be an integer tensor, not {indices.dtype}")
+    check_dense("indices", indices)
     if indices.dim() != 2:
         raise InvalidArgumentError(f"indices must have shape [K, Nout], not {list(indices.shape)}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.runtime import capture
-from knnpool_gen.runtime.plan import PoolMeta
+from knnpool_gen.runtime.plan import PoolMeta, check_dense
 from knnpool_gen.runtime.table_cache import TableCache
 
 EPSILON = 1e-8
@@ -53,6 +53,7 @@ def check_weights(weights: Tensor, k: int, nout: int) -> None:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise UnsupportedTypeError(f"weights must be a floating-point tensor, not {kind}")
+    check_dense("weights", weights)
     if weights.shape != (k, nout):
         raise InvalidArgumentError(f"weights have shape {list(weights.shape)}, the table [K, Nout] = [{k}, {nout}]")
     if weights.requires_grad:
