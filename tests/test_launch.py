@@ -44,7 +44,7 @@ VALUES = {name: 0x7F00_0000_0000 + 0x1000 * i for i, name in enumerate(KERNEL.ar
 class Driver:
     """Looks like ``cupy.cuda.driver``; modules and functions are numbers."""
 
-    context: int = 1
+    context: int = 2
     modules: list[bytes] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     attributes: list[tuple[int, int, int]] = field(default_factory=list)
@@ -55,6 +55,9 @@ class Driver:
 
     def ctxGetCurrent(self) -> int:  # noqa: N802
         return self.context
+
+    def ctxGetDevice(self) -> int:  # noqa: N802
+        return self.context - 2
 
     def moduleLoadData(self, binary: bytes) -> int:  # noqa: N802
         assert self.context, "no context is current"
@@ -107,15 +110,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     @contextlib.contextmanager
     def device(index: int) -> Iterator[None]:
         machine.entered.append(index)
-        before, machine.current = machine.current, index
+        before = machine.current, machine.driver.context
+        machine.current, machine.driver.context = index, 2 + index
         try:
             yield
         finally:
-            machine.current = before
+            machine.current, machine.driver.context = before
 
     def set_device(index: int) -> None:
         machine.devices_set.append(index)
-        machine.driver.context = 1 + index
+        machine.driver.context = 2 + index
 
     def cubin(kernel: Any, arch: str, macros: Any) -> bytes:
         machine.compiled.append((kernel.name, arch, macros))
@@ -189,10 +193,10 @@ def test_forgotten_kernels_are_loaded_again(machine: Machine) -> None:
 def test_a_context_is_entered_where_there_is_none(machine: Machine) -> None:
     launch.launch(configuration(), 2, VALUES)
     assert machine.devices_set == []
-    machine.driver.context = 0
+    machine.current, machine.driver.context = 2, 0
     launch.launch(configuration(), 2, VALUES)  # loaded already, and yet launched in a context
     assert machine.devices_set == [2]
-    machine.driver.context = 0
+    machine.current, machine.driver.context = 1, 0
     launch.forget_kernels()
     launch.launch(configuration(), 1, VALUES)
     assert machine.devices_set == [2, 1]

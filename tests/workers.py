@@ -40,12 +40,19 @@ class Collate:
         return self.pool(torch.stack(rows)), torch.tensor(processes)
 
 
-def train_a_share(rank: int, processes: int, folder: str) -> None:
-    """One process of several: its share of the batch, and the gradients that they have in common."""
+def train_a_share(rank: int, processes: int, folder: str, kind: str = "cpu") -> None:
+    """One process of several, each on its own device if ``kind`` is cuda: its share of the batch, and the gradients
+    that they have in common.
+    """
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
-    model = DistributedDataParallel(network(KNNPool))
-    share = batch().detach().chunk(processes)[rank].requires_grad_()
+    device = kind
+    if kind == "cuda":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
+    model = DistributedDataParallel(network(KNNPool, device))
+    share = batch().detach().chunk(processes)[rank].to(device).requires_grad_()
     loss(model(share)).backward()
-    torch.save(gradients(model, share), Path(folder) / f"{rank}.pt")
+    torch.save([grad.cpu() for grad in gradients(model, share)], Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()

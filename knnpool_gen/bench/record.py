@@ -71,6 +71,21 @@ class FirstUse:
 
 
 @dataclass(frozen=True)
+class TwoGpus:
+    """Milliseconds of a training step with a batch for each GPU."""
+
+    one: float
+    """On one GPU."""
+    two: float
+    """On two."""
+
+    @property
+    def throughput(self) -> float:
+        """That of two GPUs in units of that of one."""
+        return 2 * self.one / self.two
+
+
+@dataclass(frozen=True)
 class VariantTime:
     """One way to run a problem."""
 
@@ -103,6 +118,7 @@ class Recording:
     host: tuple[HostResult, ...] = ()
     first_use: FirstUse | None = None
     variants: tuple[VariantResult, ...] = ()
+    two_gpus: TwoGpus | None = None
     left_out: tuple[str, ...] = ()
     """Names of cases for which there was no time or memory."""
     format: int = field(default=FORMAT, init=False)
@@ -153,6 +169,8 @@ def read_recording(path: Path) -> Recording:
             host=tuple(HostResult(**entry) for entry in content.pop("host")),
             first_use=None if (first := content.pop("first_use")) is None else FirstUse(**first),
             variants=tuple(_variant_result(entry) for entry in content.pop("variants")),
+            # Recordings from before there was this part lack it.
+            two_gpus=None if (two := content.pop("two_gpus", None)) is None else TwoGpus(**two),
             left_out=tuple(content.pop("left_out")),
             **content,
         )

@@ -75,6 +75,11 @@ def lines(recording: Recording) -> Iterator[str]:
     yield from _summary_lines(summarize(recording.cases))
     yield from _missing_lines(recording)
     yield from _host_lines(recording.host)
+    if (two := recording.two_gpus) is not None:
+        yield (
+            f"training on two GPUs: {two.throughput:.2f} times the throughput of one "
+            f"({two.two:.2f} ms a step with twice the batch, {two.one:.2f} ms on one)"
+        )
     if recording.variants:
         found = regrets(recording.variants)
         beyond = [item for item in found if item.share > REGRET]

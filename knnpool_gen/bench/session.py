@@ -27,6 +27,7 @@ from knnpool_gen.bench.tables import (
     named,
     odd_tables,
 )
+from knnpool_gen.bench.two_gpus import measure_two_gpus
 from knnpool_gen.bench.variants import measure_variants
 from knnpool_gen.runtime.launch import device_facts
 
@@ -41,6 +42,7 @@ class Parts:
     host: bool = False
     first_use: bool = False
     variants: bool = False
+    two_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ def measure(
 
     here = machine()
     recording = Recording(here, versions(), datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    if parts.two_gpus:
+        say("training on two GPUs")
+        recording = replace(recording, two_gpus=measure_two_gpus())
+        yield recording
     if parts.host:
         table = next((table for table in tables.real if table.name == HEADLINE_TABLE), made_table("made", 964, 230, 9))
         say("host time")

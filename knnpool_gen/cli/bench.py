@@ -30,6 +30,7 @@ def bench(
     host: Annotated[bool, typer.Option("--host", help="Measure the host's time for a call.")] = False,
     first_use: Annotated[bool, typer.Option("--first-use", help="Measure the first use of a table.")] = False,
     variants: Annotated[bool, typer.Option("--variants", help="Measure every variant, not only the chosen.")] = False,
+    two_gpus: Annotated[bool, typer.Option("--two-gpus", help="Measure how training spreads over two GPUs.")] = False,
     tables: Annotated[Path | None, typer.Option(help=".npz of arrays NAME__ninNIN__MODE [K, Nout].")] = None,
     table: TableOption = None,
     batch: BatchOption = None,
@@ -58,7 +59,7 @@ def bench(
             recording = read_recording(report)
         else:
             recording = _measure(
-                parts=(kernels, host, first_use, variants),
+                parts=(kernels, host, first_use, variants, two_gpus),
                 tables=tables,
                 names=table or [],
                 selection=(batch or [], dtype or [], mode or [], direction or [], quick),
@@ -69,7 +70,7 @@ def bench(
 
 
 def _measure(
-    parts: tuple[bool, bool, bool, bool],
+    parts: tuple[bool, bool, bool, bool, bool],
     tables: Path | None,
     names: Sequence[str],
     selection: tuple[Sequence[int], Sequence[str], Sequence[str], Sequence[str], bool],

@@ -6,8 +6,8 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,16 @@ _held: dict[int, object] = {}
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured."""
-    return _uses_cuda() and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream of any device is being captured."""
+    if not _uses_cuda():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    for stream in _streams_set():
+        with torch.cuda.device(stream.device):
+            if torch.cuda.is_current_stream_capturing():
+                return True
+    return False
 
 
 def hold(tables: object) -> None:
@@ -57,14 +65,13 @@ def built_apart(build: Callable[P, T]) -> Callable[P, T]:
         for tensor in (*args, *kwargs.values()):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
-        # On the caller's stream all the same: its memory is then reused in the order of that stream.
-        stream: AbstractContextManager[Any] = nullcontext()
-        if _uses_cuda():
-            stream = torch.cuda.stream(torch.cuda.current_stream())
+        # On the caller's streams all the same: memory is then reused in the order of the stream that it is used on.
+        streams = [*_streams_set(), torch.cuda.current_stream()] if _uses_cuda() else []
 
         def build_there() -> T:
-            with stream:
-                return build(*args, **kwargs)
+            for stream in streams:  # the last one sets the device
+                torch.cuda.set_stream(stream)
+            return build(*args, **kwargs)
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(build_there).result()
@@ -76,6 +83,12 @@ def wait(device: torch.device) -> None:
     """Wait until tables are written: they are used from other streams than the one that built them."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _streams_set() -> list[torch.cuda.Stream]:
+    """The current streams that someone set: a thread begins with the default ones, and those cannot be captured."""
+    streams = (torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
+    return [stream for stream in streams if stream.cuda_stream != 0]
 
 
 def _uses_cuda() -> bool:

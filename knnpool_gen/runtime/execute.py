@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.kernel import AUX_ROWS
 from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
@@ -125,6 +126,9 @@ def _run(
     """Select and launch; ``tensors`` holds what the call brings, by the names of the kernel's arguments."""
     output = outputs[0]
     device: int = output.get_device()
+    if torch.cuda.current_device() != device:  # whose stream is asked about, captured or not
+        with torch.cuda.device(device):
+            return _run(direction, meta, reduction, tensors, outputs, rows, rs, layout)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     aligned = all(address % WIDEST_ACCESS == 0 for address in addresses.values())
     how = reduction if reduction.plain else (reduction.mode, reduction.omit_nan, reduction.normalize)
@@ -136,7 +140,7 @@ def _run(
         problem = problem_of(direction, meta, reduction, output.dtype, rows, "aux" in tensors, aligned, layout)
         configuration = select(problem, device_facts(device), rs)
         if not any(output.numel() for output in outputs):
-            return
+            return None
         prepared = _prepare(configuration, meta, reduction, addresses, rows, device)
         of_owner = _prepared.setdefault(reduction.weights or meta, {})
         if len(of_owner) >= MOST_PREPARED:
@@ -146,6 +150,7 @@ def _run(
     if torch.cuda.is_current_stream_capturing():
         capture.hold(meta)
         capture.hold(reduction.weights)
+    return None
 
 
 def _prepare(
@@ -159,7 +164,12 @@ def _prepare(
     def argument(name: str) -> int | str:
         if name == "rows":
             return rows
-        return name if name in addresses or name == "aux" else table(meta, reduction, name).data_ptr()
+        if name in addresses or name == "aux":
+            return name
+        found = table(meta, reduction, name)
+        if found.get_device() != device:
+            raise InvalidArgumentError(f"{name} is on {found.device}, the values on cuda:{device}")
+        return found.data_ptr()
 
     arguments = tuple(argument(name) for name in configuration.kernel.arguments)
     return _Prepared(configuration, load(configuration, device), arguments)
@@ -171,10 +181,9 @@ def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...
         start(prepared.function, prepared.configuration, device, arguments)
         return
     function, configuration = prepared.function, prepared.configuration
-    with torch.cuda.device(device):
-        canary.check(
-            function, configuration.kernel.name, outputs, lambda: start(function, configuration, device, arguments)
-        )
+    canary.check(
+        function, configuration.kernel.name, outputs, lambda: start(function, configuration, device, arguments)
+    )
 
 
 def problem_of(

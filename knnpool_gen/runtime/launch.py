@@ -45,10 +45,10 @@ def launch(configuration: Configuration, device: int, values: Mapping[str, int])
 
 
 def start(function: int, configuration: Configuration, device: int, arguments: list[int]) -> None:
-    """Launch the loaded ``function`` on the current stream of ``device``; arguments in the kernel's order."""
-    if torch.cuda.current_device() != device:  # seldom; a guard costs as much as all the rest
-        with torch.cuda.device(device):
-            return start(function, configuration, device, arguments)
+    """Launch the loaded ``function`` on the current stream of ``device``, which is the current device.
+
+    The arguments come in the kernel's order.
+    """
     _enter_context(device)
     cells, pointers = _parameters.of(len(arguments))
     cells[:] = arguments  # type: ignore[assignment]
@@ -56,7 +56,6 @@ def start(function: int, configuration: Configuration, device: int, arguments: l
         function, configuration.grid, 1, 1, configuration.threads, 1, 1,
         configuration.shared_bytes, _current_stream(device), pointers, 0,
     )  # fmt: skip
-    return None
 
 
 def load(configuration: Configuration, device: int) -> int:
@@ -96,7 +95,7 @@ _parameters = _Parameters()
 
 
 def _current(device: int) -> AbstractContextManager[object]:
-    """Make ``device`` the current one, if it is not."""
+    """Make ``device`` the current one, if it is not: a guard costs as much as a launch."""
     return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
@@ -127,9 +126,11 @@ def _load_now(configuration: Configuration, device: int) -> int:
 
 
 def _enter_context(device: int) -> None:
-    """Make the primary context of ``device`` current in a thread that has none yet.
+    """Make a context of ``device``, the current device, current in the driver too.
 
-    torch sets the device lazily, so a new thread (autograd's, for one) may reach the driver without a context.
+    torch sets the device lazily: a new thread (autograd's, for one) may reach the driver without a context, and one
+    that comes back to a device not in use yet with the context of the device it has left.
     """
-    if cuda.driver().ctxGetCurrent() == 0:
+    driver = cuda.driver()
+    if driver.ctxGetCurrent() == 0 or driver.ctxGetDevice() != device:
         cuda.runtime().setDevice(device)

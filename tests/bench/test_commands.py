@@ -18,7 +18,7 @@ from knnpool_gen.bench import device, session
 from knnpool_gen.bench.cases import Case, Selection
 from knnpool_gen.bench.host import HostCall
 from knnpool_gen.bench.peers import Peer
-from knnpool_gen.bench.record import CaseResult, VariantResult, VariantTime, read_recording, write_recording
+from knnpool_gen.bench.record import CaseResult, TwoGpus, VariantResult, VariantTime, read_recording, write_recording
 from knnpool_gen.bench.run import Options
 from knnpool_gen.bench.session import Parts, Tables, find_tables, measure
 from knnpool_gen.bench.tables import made_table
@@ -62,6 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     monkeypatch.setattr(session, "CaseMeasure", Measure)
     monkeypatch.setattr(session, "host_calls", lambda table, say: [HostCall(table.name, "ours", lambda: None)])
     monkeypatch.setattr(session, "measure_first_use", lambda: recording().first_use)
+    monkeypatch.setattr(session, "measure_two_gpus", lambda: TwoGpus(one=3.0, two=4.0))
     monkeypatch.setattr(session, "measure_variants", lambda case, *_, **__: variant_result(case))
     return cases
 
@@ -75,7 +76,9 @@ def variant_result(case: Case) -> VariantResult:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("options", [(), ("--host",), ("--first-use",), ("--variants", "--quick")], ids=str)
+@pytest.mark.parametrize(
+    "options", [(), ("--host",), ("--first-use",), ("--two-gpus",), ("--variants", "--quick")], ids=str
+)
 def test_bench_without_a_gpu(run: Run, options: tuple[str, ...]) -> None:
     assert run("bench", *options) == Ended(2, "", NO_DEVICE)
 
@@ -116,6 +119,23 @@ def test_bench_of_one_table(run: Run, measured: list[Case], tmp_path: Path) -> N
     assert f"1/2 {names[0]}\n" in ended.stderr
     assert f"wrote {pictures}/copy_fraction.png\n" in ended.stderr
     assert (pictures / "copy_fraction.png").stat().st_size > 1000
+
+
+def test_bench_of_two_gpus(run: Run, measured: list[Case], tmp_path: Path) -> None:
+    kept = tmp_path / "r.json"
+    ended = run("bench", "--two-gpus", "--json", kept)
+    line = (
+        "training on two GPUs: 1.50 times the throughput of one (4.00 ms a step with twice the batch, 3.00 ms on one)"
+    )
+    assert ended.code == 0
+    assert ended.stdout.startswith(line + "\n")
+    assert run("bench", "--report", kept).stdout == ended.stdout
+    assert measured == []
+    # A recording from before there was this part.
+    content = json.loads(kept.read_text())
+    del content["two_gpus"]
+    kept.write_text(json.dumps(content))
+    assert read_recording(kept).two_gpus is None
 
 
 @pytest.mark.usefixtures("measured")

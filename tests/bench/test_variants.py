@@ -105,6 +105,7 @@ def test_the_problem_is_the_one_that_a_call_poses(
     monkeypatch.setattr(execute, "device_facts", lambda index: H200)
     monkeypatch.setattr(execute.canary, "due", lambda what: False)
     monkeypatch.setattr(execute.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(execute.torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
     monkeypatch.setattr(execute, "load", lambda *_: 1)
     monkeypatch.setattr(execute, "start", lambda *_: None)
     if direction is Direction.FORWARD:

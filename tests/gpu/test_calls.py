@@ -133,7 +133,7 @@ def test_canary_finds_a_kernel_that_writes_nothing(indices, monkeypatch) -> None
     x = torch.randn(3, 5, NIN, device="cuda")
     knnpool_gen.clear_pool_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(execute, "launch", lambda *args: None)
+        patch.setattr(execute, "start", lambda *args: None)
         with pytest.raises(KernelError, match="unwritten"):
             pool_forward(meta, x, "max")
     y, _ = pool_forward(meta, x, "max")

@@ -1,146 +1,314 @@
-"""Two GPUs in one process: the tensor's device decides, and the caller's current device and stream stay."""
+"""Two GPUs in one process, and in two."""
 
 from __future__ import annotations
 
 import copy
-import socket
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing, nn
 
-from knnpool_gen import KNNPool, pool_function
+import knnpool_gen
+from formulas import NIN, TABLE, any_mode, options, pooled, values
+from knnpool_gen import CaptureError, InvalidArgumentError, KNNPool, pool_forward, pool_function, prepare
+from knnpool_gen.runtime import plan
+from knnpool_gen.runtime.plan import plan_for
+from tables import assert_same_bits
+from training import assert_as_expected, batch, expected, loss, network, table
+from workers import train_a_share
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    # Of torch's own code.
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The AccumulateGrad node's stream:UserWarning"
+    ),
+]
 
-INDICES = torch.randint(0, 110, (9, 40), generator=torch.Generator().manual_seed(0))  # some of it padding
-X = torch.randn(8, 4, 100, generator=torch.Generator().manual_seed(1))
-MODES = ["max", "avg", "sum"]
-
-
-def step(x: Tensor, indices: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Pooled values and gradient, on the CPU."""
-    leaf = x.clone().requires_grad_()
-    y = pool_function(leaf, indices, mode)
-    y.nan_to_num().square().sum().backward()
-    assert leaf.grad is not None
-    return y.detach().cpu(), leaf.grad.cpu()
+both_ways = pytest.mark.parametrize(("here", "there"), [(0, 1), (1, 0)])
 
 
-@pytest.fixture(autouse=True)
-def nothing_changes_behind_the_caller() -> Iterator[None]:
-    before = torch.cuda.current_device(), [torch.cuda.current_stream(i) for i in range(2)]
+def state() -> tuple[Any, ...]:
+    """The current device and the current stream of each."""
+    return torch.cuda.current_device(), *(torch.cuda.current_stream(device) for device in range(2))
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    before = state()
     yield
-    assert (torch.cuda.current_device(), [torch.cuda.current_stream(i) for i in range(2)]) == before
+    assert state() == before
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("current", "device"), [(0, 1), (1, 0)])
-def test_the_device_of_the_tensors_decides(current: int, device: int, mode: str) -> None:
-    wanted = step(X, INDICES, mode)
-    with torch.cuda.device(current):
-        found = step(X.to(f"cuda:{device}"), INDICES.to(f"cuda:{device}"), mode)
-        assert torch.cuda.current_device() == current
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+def step(x: Tensor, indices: Tensor, mode: str, **chosen: Any) -> tuple[Tensor, Tensor]:
+    """Values and gradients, with nothing left behind."""
+    leaf = x.detach().requires_grad_()
+    with unchanged():
+        y = pool_function(leaf, indices, mode, empty_value=0.5, **chosen)
+    with unchanged():
+        (grad_x,) = torch.autograd.grad((y**2).sum(), leaf)
+    assert y.device == grad_x.device == x.device
+    return y.detach().cpu(), grad_x.cpu()
 
 
-def test_one_table_on_both_in_turn() -> None:
-    wanted = step(X, INDICES, "max")
-    for device in (0, 1, 0, 1):
-        found = step(X.to(f"cuda:{device}"), INDICES, "max")  # a table on the CPU serves both
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+def by_formula(x: Tensor, mode: str, **chosen: Any) -> tuple[Tensor, Tensor]:
+    leaf = x.detach().cpu().requires_grad_()
+    y = pooled(leaf, TABLE, mode, empty_value=0.5, **chosen)
+    return y.detach(), torch.autograd.grad((y**2).sum(), leaf)[0]
 
 
-def test_one_table_from_two_threads_at_once() -> None:
-    wanted = step(X, INDICES, "avg")
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {0: [], 1: []}
-    barrier = threading.Barrier(2)
+def close(actual: Any, wanted: Any) -> None:
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
-    def work(device: int) -> None:
+
+@both_ways
+@any_mode
+@pytest.mark.parametrize("canary", ["first", "always", "off"])
+def test_on_another_device_than_the_current_one(
+    here: int, there: int, mode: str, canary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KNNPOOL_CANARY", canary)
+    knnpool_gen.clear_pool_cache()
+    x = values(2, 3, NIN)
+    wanted = by_formula(x, mode, **options(mode))
+    with torch.cuda.device(here):
+        for indices in (TABLE, TABLE.to(f"cuda:{here}"), TABLE.to(f"cuda:{there}")):
+            for _ in range(2):
+                close(step(x.to(f"cuda:{there}"), indices, mode, **options(mode)), wanted)
+
+
+@both_ways
+def test_what_fails_leaves_the_device_alone(here: int, there: int) -> None:
+    x = values(2, NIN).to(f"cuda:{there}")
+    with torch.cuda.device(here):
+        meta = knnpool_gen.pool_meta_from_indices(TABLE, NIN, f"cuda:{here}")
+        with unchanged(), pytest.raises(InvalidArgumentError, match=f"x is on cuda:{there}, the plan on cuda:{here}"):
+            pool_forward(meta, x, "max")
+        with unchanged(), pytest.raises(InvalidArgumentError, match="negative"):
+            pool_function(x, TABLE - 1, "max")
+
+
+@both_ways
+def test_on_the_current_stream_of_the_device_of_the_values(here: int, there: int) -> None:
+    """Which is not that of the current device, nor the default one."""
+    old, new = values(2, 3, NIN), values(2, 3, NIN, seed=1)
+    indices = TABLE.to(f"cuda:{there}")
+    x, fresh = old.to(f"cuda:{there}"), new.to(f"cuda:{there}")
+    prepare(x, indices, "max")
+    torch.cuda.synchronize(there)
+    side = torch.cuda.Stream(there)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(fresh)
+        with torch.cuda.device(here), unchanged():
+            y = pool_function(x, indices, "max")
+    side.synchronize()
+    close(y.cpu(), pooled(new, TABLE, "max"))
+
+
+@any_mode
+def test_one_table_on_both_in_turn(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    knnpool_gen.clear_pool_cache()
+    built: list[Any] = []
+    build = plan.pool_meta_from_indices
+    monkeypatch.setattr(plan, "pool_meta_from_indices", lambda *args: built.append(args[2]) or build(*args))
+    indices, chosen = TABLE.clone(), options(mode)
+    for seed in range(4):
+        x = values(2, 3, NIN, seed=seed)
+        for device in ("cuda:0", "cuda:1"):
+            close(step(x.to(device), indices, mode, **chosen), by_formula(x, mode, **chosen))
+    assert built == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+@pytest.mark.parametrize("own_device", [False, True])
+@pytest.mark.parametrize("table_device", ["cpu", "cuda:0", "cuda:1"])
+@any_mode
+def test_one_table_on_both_at_once(mode: str, table_device: str, own_device: bool) -> None:
+    """Nothing is built or loaded when the threads begin; each makes its device the current one, or does not."""
+    knnpool_gen.clear_pool_cache()
+    indices, chosen = TABLE.to(table_device), options(mode)
+    x = values(2, 3, NIN)
+    wanted = by_formula(x, mode, **chosen)
+    barrier = threading.Barrier(4)
+    results: list[tuple[Tensor, Tensor]] = []
+    states: list[bool] = []
+
+    def train(device: int) -> None:
+        if own_device:
+            torch.cuda.set_device(device)
+        there, before = x.to(f"cuda:{device}"), state()
         barrier.wait()
-        found[device] = [step(X.to(f"cuda:{device}"), INDICES, "avg") for _ in range(10)]
+        for _ in range(20):
+            results.append(step(there, indices, mode, **chosen))
+        states.append(state() == before)
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in found]
+    threads = [threading.Thread(target=train, args=(device,)) for device in (0, 1, 0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for results in found.values():
-        assert len(results) == 10
-        for result in results:
-            torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
+    assert states == [True] * 4
+    assert len(results) == 80
+    for result in results:
+        close(result, wanted)
 
 
-def test_a_layer_that_moves_and_its_copy() -> None:
-    layer = KNNPool(INDICES, 100, "max").to("cuda:0")
-    wanted = pool_function(X, INDICES, "max")
-    assert torch.equal(layer(X.to("cuda:0")).cpu(), wanted)
-    twin = copy.deepcopy(layer).to("cuda:1")
-    assert torch.equal(twin(X.to("cuda:1")).cpu(), wanted)
-    assert torch.equal(layer.to("cuda:1")(X.to("cuda:1")).cpu(), wanted)
+def test_back_on_a_device_that_was_not_in_use() -> None:
+    """This thread leaves device 1 for a device 0 without a context, which another thread then makes."""
+    code = (
+        "import threading, torch, knnpool_gen\n"
+        "t = torch.arange(8).view(2, 4)\n"
+        "x = torch.randn(2, 3, 8)\n"
+        "y = knnpool_gen.pool_function(x, t, 'max')\n"
+        "assert torch.equal(knnpool_gen.pool_function(x.to('cuda:1'), t, 'max').cpu(), y)\n"
+        "assert torch.cuda.current_device() == 0\n"
+        "there = []\n"
+        "thread = threading.Thread(target=lambda: there.append((x.to('cuda:0'), t.to('cuda:0'))))\n"
+        "thread.start(); thread.join()\n"
+        "for x0, t0 in there * 2:\n"
+        "    assert torch.equal(knnpool_gen.pool_function(x0, t0, 'max').cpu(), y)\n"
+        "    assert torch.cuda.current_device() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(100, 100), KNNPool(INDICES, 100, "max"), torch.nn.Linear(40, 3))
+# Layers.
 
 
-def gradients(model: torch.nn.Module) -> list[Tensor]:
-    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+@pytest.mark.parametrize("mode", ["max", "avg", "weighted"])
+def test_a_layer_that_moves(mode: str) -> None:
+    weights = options("weighted", dtype=torch.float32)["weights"] if mode == "weighted" else None
+    pool = KNNPool(TABLE, NIN, mode, weights=weights, empty_value=0.5)
+    x = values(2, 3, NIN, dtype=torch.float32)
+    wanted = pool(x)
+    torch.testing.assert_close(wanted, pooled(x, TABLE, mode, weights=weights, empty_value=0.5))
+    for device in ("cuda:0", "cuda:1", "cuda:0", "cpu", "cuda:1"):
+        twin = copy.deepcopy(pool)
+        with unchanged():
+            pool = pool.to(device)
+        assert pool.indices.device == torch.device(device)
+        for place in ("cuda:0", "cuda:1", "cpu"):  # also for values that lie elsewhere than the table
+            for layer in (pool, copy.deepcopy(pool), twin):
+                with unchanged():
+                    y = layer(x.to(place))
+                assert y.device == torch.device(place)
+                assert_same_bits(y.cpu(), wanted)
 
 
-def test_data_parallel() -> None:
-    single = network().to("cuda:0")
-    single(X.to("cuda:0")).square().sum().backward()
-    model = network().to("cuda:0")
-    torch.nn.DataParallel(model, [0, 1])(X.to("cuda:0")).square().sum().backward()
-    assert len(gradients(model)) == 4
-    torch.testing.assert_close(gradients(model), gradients(single), rtol=1e-4, atol=1e-4)
+def test_the_nodes_of_a_layer_elsewhere() -> None:
+    pool = KNNPool(table(40, 20), 40, "max", return_indices=True)
+    x = batch().detach()
+    y, nodes = pool(x)
+    pool = pool.to("cuda:1")
+    for device in ("cuda:0", "cuda:1"):
+        there_y, there_nodes = pool(x.to(device))
+        assert there_y.device == there_nodes.device == torch.device(device)
+        assert_same_bits(there_y.cpu(), y)
+        assert torch.equal(there_nodes.cpu(), nodes)
 
 
-def _rank(rank: int, port: int, results: list[str]) -> None:
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=2)
-    try:
-        torch.cuda.set_device(rank)
-        model = torch.nn.parallel.DistributedDataParallel(network().to(rank), [rank])
-        model(X[4 * rank : 4 * rank + 4].to(rank)).square().sum().backward()
-        if rank == 0:
-            torch.save(gradients(model), results[0])
-    finally:
-        torch.distributed.destroy_process_group()
+@both_ways
+def test_a_model_in_two_parts(here: int, there: int) -> None:
+    """The first pooling on one device, the second on the other: one backward goes through both."""
+    model = network(KNNPool, f"cuda:{here}")
+    model[3:].to(f"cuda:{there}")
+    x = batch(f"cuda:{here}")
+    with unchanged():
+        loss(model[3:](model[:3](x).to(f"cuda:{there}"))).backward()
+    actual = [tensor.grad.cpu() for tensor in (*model.parameters(), x)]
+    torch.testing.assert_close(actual, expected("cpu"))
 
 
-def test_distributed(tmp_path_factory: pytest.TempPathFactory, unused_port: int) -> None:
-    path = str(tmp_path_factory.mktemp("ddp") / "gradients.pt")
-    torch.multiprocessing.spawn(_rank, (unused_port, [path]), nprocs=2)
-    single = network()
-    single(X).square().sum().backward()
-    mean = [gradient / 2 for gradient in gradients(single)]  # DDP averages over the ranks
-    torch.testing.assert_close(torch.load(path), mean, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("devices", [[0, 1], [1, 0]])
+def test_data_parallel(devices: list[int]) -> None:
+    device = f"cuda:{devices[0]}"
+    model, x = network(KNNPool, device), batch(device)
+    parallel = nn.DataParallel(model, devices)
+    for _ in range(3):
+        model.zero_grad()
+        x.grad = None
+        with unchanged():
+            y = parallel(x)
+        with unchanged():
+            loss(y).backward()
+        assert_as_expected(device, model, x)
 
 
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Gradients are averaged over the processes, and buffers, the table among them, sent from the first."""
+    multiprocessing.spawn(train_a_share, (2, str(tmp_path), "cuda"), nprocs=2)
+    model, x = network(KNNPool, "cuda:0"), batch("cuda:0")
+    loss(model(x)).backward()
+    shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    on_one = [tensor.grad.cpu() for tensor in (*model.parameters(), x)]
+    for *parameters, grad_x in (on_one, expected("cpu")):
+        for *of_parameters, _ in shares:
+            torch.testing.assert_close(of_parameters, [grad / 2 for grad in parameters])
+        torch.testing.assert_close(torch.cat([share[-1] for share in shares]), grad_x)
 
 
-@pytest.mark.parametrize("device", [0, 1])
-def test_a_graph_on_each(device: int) -> None:
-    with torch.cuda.device(device):
-        layer = KNNPool(INDICES, 100, "max").cuda()
-        x = X.cuda()
-        layer.prepare(dtype=x.dtype)
-        layer(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x)
-        x.neg_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(y.cpu(), pool_function(-X, INDICES, "max"))
+# Graphs. Their stream is named: the one that torch takes otherwise is that of the first device captured on.
+
+
+@both_ways
+@any_mode
+def test_a_graph_on_each(here: int, there: int, mode: str) -> None:
+    knnpool_gen.clear_pool_cache()
+    indices, chosen = TABLE.clone(), options(mode)
+    captured = []
+    with torch.cuda.device(here):
+        for device in (here, there):
+            x = values(2, 3, NIN).to(f"cuda:{device}").requires_grad_()
+            with unchanged():
+                prepare(x, indices, mode, **chosen, empty_value=0.5)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with unchanged(), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+                y = pool_function(x, indices, mode, empty_value=0.5, **chosen)
+                (grad_x,) = torch.autograd.grad((y**2).sum(), x)
+            captured.append((graph, x, y, grad_x))
+        for seed in range(3):
+            for graph, x, y, grad_x in captured:
+                fresh = values(2, 3, NIN, seed=seed)
+                with torch.no_grad():
+                    x.copy_(fresh)
+                with unchanged():
+                    graph.replay()
+                close((y.detach().cpu(), grad_x.cpu()), by_formula(fresh, mode, **chosen))
+
+
+@both_ways
+def test_captured_while_another_device_is_current(here: int, there: int) -> None:
+    """What the graph reads is kept, and what would wait for the device is refused."""
+    knnpool_gen.clear_pool_cache()
+    indices = TABLE.clone()
+    x = values(2, 3, NIN).to(f"cuda:{there}")
+    prepare(x, indices, "avg", empty_value=0.5)
+    used = weakref.ref(plan_for(indices, NIN, x.device))
+    torch.cuda.synchronize(there)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph, stream=torch.cuda.Stream(there)),
+        torch.cuda.device(here),
+        unchanged(),
+    ):
+        with pytest.raises(CaptureError, match="the plan of this table is not there yet"):
+            pool_function(x, TABLE.clone(), "avg")
+        y = pool_function(x, indices, "avg", empty_value=0.5)
+    del indices
+    knnpool_gen.clear_pool_cache()
+    gc.collect()
+    assert used() is not None
+    fresh = values(2, 3, NIN, seed=1)
+    x.copy_(fresh)
+    graph.replay()
+    close(y.cpu(), by_formula(fresh, "avg")[0])
