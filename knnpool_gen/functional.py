@@ -11,7 +11,7 @@ from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.ops import KNNPoolFunction
 from knnpool_gen.pooling import DTYPES, check_input, forward
-from knnpool_gen.reduction import Reduction, make_reduction
+from knnpool_gen.reduction import MODES, Reduction, make_reduction
 from knnpool_gen.runtime import canary, capture, execute, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for, table_of
 from knnpool_gen.runtime.select import forget_choices
@@ -108,7 +108,7 @@ def _pool_watched_layer(layer: Any, x: Tensor, options: dict[str, Any] | None) -
     indices, nin = table_of(layer)
     if x.shape[-1] != nin:
         raise InvalidArgumentError(f"x has shape {tuple(x.shape)}; the layer has Nin = {nin}")
-    if options is None or x.dtype not in DTYPES or options["mode"] not in [mode.value for mode in Mode]:
+    if options is None or x.dtype not in DTYPES or options["mode"] not in [mode.value for mode in MODES]:
         return None
     return library.pool(x, indices, **options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ DEFAULT_NAN = {
     Mode.WEIGHTED: NanRule.PROPAGATE,
 }
 """What becomes of NaN if the caller does not say."""
+
+MODES, NAN_RULES = tuple(Mode), tuple(NanRule)
+"""As tuples, because compilers that trace a call do not look into the class of an enum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,15 @@ class Reduction:
         return self.omit_nan and self.mode is not Mode.MAX
 
 
+_PLAIN = {
+    (mode.value, nan): Reduction(mode, omit_nan=(nan or DEFAULT_NAN[mode].value) == NanRule.OMIT.value)
+    for mode in MODES
+    for nan in (None, *(rule.value for rule in NAN_RULES))
+    if mode is not Mode.WEIGHTED
+}
+"""The one reduction that a mode and a NaN rule alone make: checked once, recognised by its identity."""
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added up."""
     return torch.float64 if dtype is torch.float64 else torch.float32
@@ -68,7 +79,9 @@ def make_reduction(
     """
     plain = weights is None and empty_value is None and normalize_weights is False
     if plain and isinstance(mode, str) and isinstance(nan, (str, type(None))):
-        return _plain(mode, nan)
+        known = _PLAIN.get((mode, nan))
+        if known is not None:
+            return known
     chosen, omit_nan = check_options(mode, nan, weights, normalize_weights)
     return Reduction(
         mode=chosen,
@@ -79,21 +92,14 @@ def make_reduction(
     )
 
 
-@lru_cache(maxsize=32)
-def _plain(mode: str, nan: str | None) -> Reduction:
-    """The one reduction that ``mode`` and ``nan`` alone make: checked once, recognised by its identity."""
-    chosen, omit_nan = check_options(mode, nan, None, False)
-    return Reduction(chosen, omit_nan)
-
-
 def check_options(mode: str, nan: str | None, weights: Tensor | None, normalize_weights: bool) -> tuple[Mode, bool]:
     """Check what goes with what, without looking into ``weights``; returns the mode and whether NaN is left out."""
-    chosen = next((known for known in Mode if mode == known.value), None)
+    chosen = next((known for known in MODES if mode == known.value), None)
     if chosen is None:
-        raise UnknownModeError(f"mode = {mode!r}; there are {', '.join(repr(known.value) for known in Mode)}")
-    rule = DEFAULT_NAN[chosen] if nan is None else next((known for known in NanRule if nan == known.value), None)
+        raise UnknownModeError(f"mode = {mode!r}; there are {', '.join(repr(known.value) for known in MODES)}")
+    rule = DEFAULT_NAN[chosen] if nan is None else next((known for known in NAN_RULES if nan == known.value), None)
     if rule is None:
-        raise InvalidArgumentError(f"nan = {nan!r}; there are {', '.join(repr(known.value) for known in NanRule)}")
+        raise InvalidArgumentError(f"nan = {nan!r}; there are {', '.join(repr(known.value) for known in NAN_RULES)}")
     if (chosen is Mode.WEIGHTED) != (weights is not None):
         raise InvalidArgumentError(
             "mode 'weighted' needs weights [K, Nout]" if weights is None else f"mode {mode!r} takes no weights"

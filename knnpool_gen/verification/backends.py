@@ -11,6 +11,9 @@ from torch import Tensor
 from knnpool_gen.errors import InvalidArgumentError
 from knnpool_gen.kernel import Kernel
 from knnpool_gen.pooling import pool_backward, pool_forward
+from knnpool_gen.runtime import execute
+from knnpool_gen.runtime.aux_layout import AuxLayout
+from knnpool_gen.runtime.plan import PoolMeta
 from knnpool_gen.verification.calls import Call
 from knnpool_gen.vocabulary import Direction
 
@@ -48,12 +51,24 @@ class DeviceBackend:
         meta = call.meta.to(self._device)
         inputs = {name: self._place(tensor, call.misaligned) for name, tensor in call.inputs.items()}
         mode, rs, options = call.key.mode.value, call.key.rows, call.options
+        if call.layout is AuxLayout.BLOCKS:
+            return self._run_blocked(call, meta, inputs)
         if call.key.direction is Direction.BACKWARD:
             grad_x = pool_backward(meta, inputs["grad_y"], inputs.get("aux"), mode, rs, **options)  # type: ignore[arg-type]
             return {"grad_x": grad_x.cpu()}
         need_aux = "aux" in call.expected
         y, aux = pool_forward(meta, inputs["x"], mode, rs, need_aux, **options)  # type: ignore[arg-type]
         return {"y": y.cpu()} if aux is None else {"y": y.cpu(), "aux": aux.cpu()}
+
+    def _run_blocked(self, call: Call, meta: PoolMeta, inputs: Outputs) -> Outputs:
+        """The layer that autograd uses: the public functions know no aux in blocks."""
+        reduction, rs = call.reduction, call.key.rows
+        if call.key.direction is Direction.BACKWARD:
+            grad_x = execute.backward(meta, inputs["grad_y"], inputs["aux"], reduction, rs, call.layout)
+            return {"grad_x": grad_x.cpu()}
+        y, aux = execute.forward(meta, inputs["x"], reduction, True, rs, call.layout)
+        assert aux is not None
+        return {"y": y.cpu(), "aux": aux.cpu()}
 
     def _place(self, tensor: Tensor, misaligned: bool) -> Tensor:
         offset = int(misaligned)

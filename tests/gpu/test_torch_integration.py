@@ -20,7 +20,10 @@ from tables import DTYPES, assert_same_bits
 
 # Of torch's own code, and of a way to multiply matrices.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:TensorFloat32 tensor cores:UserWarning"
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+    "ignore:The given buffer is not writable:UserWarning",
 )
 
 OPS = torch.ops.knnpool
