@@ -1330,7 +1330,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float16_shared_r1",
         file="cuda/knnpool_backward_max_float16_shared_r1.cu",
-        sha256="474bb9e240004f262bf9d9aedd650cb46ae4d0e89285f0043f17cfe7cd518d5d",
+        sha256="f4511da5dd58b1eca87a3bfde21f0e0e27939c1ef85713c5bd49c3eeb3273b75",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1345,7 +1345,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float16_shared_r2",
         file="cuda/knnpool_backward_max_float16_shared_r2.cu",
-        sha256="4e8b4135638e61542689a14767374391f6dbf191756e59aedfe493c204438fb3",
+        sha256="a3b2b592a07d5cfc6a2b62309eeebbc900e96a562ca878663529a507412356e2",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1360,7 +1360,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float16_shared_r4",
         file="cuda/knnpool_backward_max_float16_shared_r4.cu",
-        sha256="002730a00db2affe917728a790ed59b6bf5ee2d241ff3aacb43ff1b6fe8f48ef",
+        sha256="e53b8e7ae19ae144d6d7b2bf83a7d1a0a21e056e7e4b1b2daee767fd9401294a",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1375,7 +1375,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float16_shared_r8",
         file="cuda/knnpool_backward_max_float16_shared_r8.cu",
-        sha256="8bebe30288e0f72b4f23e3093a5a191bf26fe3aa2062b0029bb02950041df8d1",
+        sha256="59b196632856bb84524b3dfaed92baf598361c7266141ed077047af68821f0ac",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1420,7 +1420,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r1",
         file="cuda/knnpool_backward_max_bfloat16_shared_r1.cu",
-        sha256="3fa93d001a2d527e2c79623423e490e873ea84860c5523458a03403b1186fc80",
+        sha256="effef93f8fdbe1fd414d85ec6f8709cfe95c807137ac549bf6b0daf79b63947e",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1435,7 +1435,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r2",
         file="cuda/knnpool_backward_max_bfloat16_shared_r2.cu",
-        sha256="04caab925fc5dacd492e5ae29f1846dd5c45a717f0d6cadcb606d2b58b36ea7a",
+        sha256="b70b0e9593acbba254b274258259ba5163fefa10cd29668e3fb8a71c71ecdc26",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1450,7 +1450,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r4",
         file="cuda/knnpool_backward_max_bfloat16_shared_r4.cu",
-        sha256="6bbc4169ac2104d4333a33c9f34cdbe9e28ec91c452c33018fcd1f33a577ff27",
+        sha256="5fc38ec48356bf68993c235c341c25b3c08b998556c8ac068ddcb29266bc1b3b",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1465,7 +1465,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r8",
         file="cuda/knnpool_backward_max_bfloat16_shared_r8.cu",
-        sha256="df3b231b5faba3a63d0263fcacc799fbedfbecd8801719dff7126aaa70527b16",
+        sha256="b6df2f15c9e3d0742c1658509d22725ffaa757619297650283ddbed996f3c037",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1510,7 +1510,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float32_shared_r1",
         file="cuda/knnpool_backward_max_float32_shared_r1.cu",
-        sha256="c1487b3fb4821e854fbda7fd3d13776f83fe1292216089f7e691ffc9e65d0ccd",
+        sha256="7585a37729b375f978d707cc00df4ea1804a5982af8747f48d2dc722a57246ad",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1525,7 +1525,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float32_shared_r2",
         file="cuda/knnpool_backward_max_float32_shared_r2.cu",
-        sha256="19995793dc0cec2857e729e2fbea784ecefdfc8b87c1ba99374d5db4df149714",
+        sha256="3367ab8c754a582e8ce66a671c9bf2238066204982feca88ba9ec5a85cc82be6",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1540,7 +1540,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float32_shared_r4",
         file="cuda/knnpool_backward_max_float32_shared_r4.cu",
-        sha256="2478398a0e3d4cc69530f70294a1b1d915ee379eaf09867a4ef826a15970a529",
+        sha256="3b21597cc54dbba40836294b747e0e382f8a02831094d728e43606de3c19731a",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1555,7 +1555,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float32_shared_r8",
         file="cuda/knnpool_backward_max_float32_shared_r8.cu",
-        sha256="70519d03485739f96adf1dc8dd8bf4922f2a1ae2996f5ffe897068d5ce29eb4f",
+        sha256="721a7e81568473dfeb72543c48ef5502274ed0b2f9322eb6b61c24e5e25ad0bf",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1600,7 +1600,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float64_shared_r1",
         file="cuda/knnpool_backward_max_float64_shared_r1.cu",
-        sha256="428fed44c29d00e674a7a6a177dcb933f271f3cd5d39846da92c4be8c43975c1",
+        sha256="8581c286de2f8d395f1a7af2743ae2eec42ea2da442e858344932de2c7601f8d",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1615,7 +1615,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float64_shared_r2",
         file="cuda/knnpool_backward_max_float64_shared_r2.cu",
-        sha256="b68ded7b90f4eb0fea2b0cc4d090f3f6176deac469366ff545eb59a3944aec89",
+        sha256="6f65d0921d7167553e4f615c42cba1f0649ee967fbf7162ef0c847840752e326",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1660,7 +1660,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float16_shared_r1",
         file="cuda/knnpool_backward_avg_float16_shared_r1.cu",
-        sha256="be546c562845c592f3d3e928bdd45760602e6f8d7654f3e3e5f53635451a2d0f",
+        sha256="228f396fb72b8ab5070dd88cb6c8a3de8d5d1ed3fb57b6ab001b80ec875fda94",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1675,7 +1675,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float16_shared_r2",
         file="cuda/knnpool_backward_avg_float16_shared_r2.cu",
-        sha256="d70400615b626213d5b3608fbaf67971f1718bd85bdb3b838caaabde5fb07322",
+        sha256="1fc5dafcb708d890a4ad10d6bb1661fd683f5855aacb33d976872f5ab28c656e",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1690,7 +1690,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float16_shared_r4",
         file="cuda/knnpool_backward_avg_float16_shared_r4.cu",
-        sha256="b69077b96f9e43e643895f2730afb4c985a2340d25d2204d239c85721c43d630",
+        sha256="ff56774ec4252408eb99a67f9789fafb69c26abb2575725741067aa7d715c7ac",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1705,7 +1705,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float16_shared_r8",
         file="cuda/knnpool_backward_avg_float16_shared_r8.cu",
-        sha256="1da1125358048cc1035d9f9e1bdeafc2fda273a5df97edb66b2d949a9cf53a38",
+        sha256="68e02ae9afb0cc70ecc147ad8316954b9743508ac4358511d852f05f31e55123",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1750,7 +1750,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r1.cu",
-        sha256="113497223c94bf6c65f42ba7791d8b7d242dd66e9c5ebbb4d6f888edd63301cc",
+        sha256="52cc538cb676dc789211997269033fb9a11163caad23fcef0ccaa74fba8fb8f0",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1765,7 +1765,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r2.cu",
-        sha256="2fb3aa73208855cf1d6205995f1757fb48f48c96351d2f9d633c794e5d251e2e",
+        sha256="87f4dcdbc69f4583c4d480c5bd43a6e9972512a090bea4cb93100cc1505ae94e",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1780,7 +1780,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r4.cu",
-        sha256="4f61a37cf091df7ff2d582593cc48fe49fb87e0cc952bcdbd1e32fc292f4ba95",
+        sha256="f34bab3387e3e5738a420161c1b3b1dfb7cc3172ddd4dc21b876e0df346d8fe0",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1795,7 +1795,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r8",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r8.cu",
-        sha256="e0054c2b2e4925b7625aa8145ccc2e534067665f4fabdaded28c4774951d6404",
+        sha256="1f886f1b944e63729971a8e1c2122c004ac3612e8d1346a1c88bf5b1b2621a30",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1840,7 +1840,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float32_shared_r1",
         file="cuda/knnpool_backward_avg_float32_shared_r1.cu",
-        sha256="e237635ecabf10df59543468beddb09b5a37d8431548d055ce69aab2b1901298",
+        sha256="27daf323f396445c3c3bf94c8b98ba60956c1091a8fd66c57a8f889e671e01d6",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1855,7 +1855,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float32_shared_r2",
         file="cuda/knnpool_backward_avg_float32_shared_r2.cu",
-        sha256="0b8de4ddafd412c69e19f23e56fa66325ec9cc8012daaac541eb26af19dcdada",
+        sha256="23a538c01473b4f75ce96de8a9a976764bd1af89c9ca3be465753360ca35d735",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1870,7 +1870,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float32_shared_r4",
         file="cuda/knnpool_backward_avg_float32_shared_r4.cu",
-        sha256="14f7dd7e4ae5332318d271c390df5743c74940f3bf3b229a77cef2f707874fe1",
+        sha256="25a0990620559871a12a9923acb1731414dcc4e042b66d4c81398953c50428a6",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1885,7 +1885,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float32_shared_r8",
         file="cuda/knnpool_backward_avg_float32_shared_r8.cu",
-        sha256="a6b27218b428532a8945159bc83ff1aa70a2ff4be5cab72d8971fd44f5a29d06",
+        sha256="5798c9ffbd8168caf423388e353dd2e7fa918e34745de50a60bf777aaba266a9",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1930,7 +1930,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float64_shared_r1",
         file="cuda/knnpool_backward_avg_float64_shared_r1.cu",
-        sha256="c8edf6ed68aa334f652cb673a8931fd58152224a292d0a084318aa4a71298699",
+        sha256="2ba33fbfe2fe992d3ec77b9fb9c24b25d4888614a17338dd975768919fe7cbde",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1945,7 +1945,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float64_shared_r2",
         file="cuda/knnpool_backward_avg_float64_shared_r2.cu",
-        sha256="b6a6cebc5c3a48ef657874ac78e998ad0af5d52caa9a2ea773719c248ee71aca",
+        sha256="7ac96877b4414d5151e7f63c513a20dec1f5610d197457a5d7b2e8329d31a601",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1990,7 +1990,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float16_shared_r1",
         file="cuda/knnpool_backward_sum_float16_shared_r1.cu",
-        sha256="b73aafd98a5c996a87e892185bff41b35f2242b6b8d761c86f3bafef1965da31",
+        sha256="8b80a832f8a109f4a97accd2783936332643f48138b7c041b471fb901ffa6e8a",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2005,7 +2005,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float16_shared_r2",
         file="cuda/knnpool_backward_sum_float16_shared_r2.cu",
-        sha256="79994aac57dd328ca11c15ad1b26bb77bbeb0924b3dc91494b8785a4bbdbd20e",
+        sha256="4c4f2370d4c6dd90ccb669736d480451b6506c259ac4aec405bbf35496ff3fbd",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2020,7 +2020,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float16_shared_r4",
         file="cuda/knnpool_backward_sum_float16_shared_r4.cu",
-        sha256="de3da19ad66d784226e2b0176f72f04f62c0bbde8452e531882dd58a81f6d891",
+        sha256="6cdb4a69793fc79496875a55e1848bef65be7b24e3f547418a5fba53fe57678c",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2035,7 +2035,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float16_shared_r8",
         file="cuda/knnpool_backward_sum_float16_shared_r8.cu",
-        sha256="b9da62e2b89f28ba07a096e4a7660cb3004b550185d3b23b7540322d1a769a13",
+        sha256="50183fbc4a835d1a22d26dd02ba233733ea7c60447cc7e4b0075e17e557ba409",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2080,7 +2080,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r1.cu",
-        sha256="a6bca6eeaeff4449559d168823c9ead7d5bc297919cdc52a8884099a6e62cfc3",
+        sha256="c7656afbc0f3596e50bd3bc5174c7128c650e9612f5839198f2fd3da7771b870",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2095,7 +2095,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r2.cu",
-        sha256="a8595fb451d7326c110c8e83d6a0e05858ef464c7075ab35c730f41ba757f052",
+        sha256="08124d1d2ef76fde15990bc9261b47f505c7e63c23ed6afccfdba6781668b3fa",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2110,7 +2110,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r4.cu",
-        sha256="f78210b9af12fac37f7795a82efeb0f02f8c0ca069657b878e39e95b89b6e141",
+        sha256="6af2d0bf7e64dee8d43a7983e4fcd472d5fcea4482b35ff90edf4b9d25c0ac1b",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2125,7 +2125,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r8",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r8.cu",
-        sha256="0a86d65a8d4bac8ec3f4c516df3c69daac4214d13d854ccf41216d5c5598b94d",
+        sha256="ee453a4973ce2b61587d31d5d30bc23e86a699655be4442d3f0f850ad3fdd410",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2170,7 +2170,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float32_shared_r1",
         file="cuda/knnpool_backward_sum_float32_shared_r1.cu",
-        sha256="a4aa46cc09892f7ddc567591aadf90708b1db5bf1a3655a0d79511a625d9dc31",
+        sha256="38bf73024a93779efda4fd3f484b1833ef8fd09e38e41c3957a297d0c8a78a03",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2185,7 +2185,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float32_shared_r2",
         file="cuda/knnpool_backward_sum_float32_shared_r2.cu",
-        sha256="b25c0aa2ba4161b02a264cc0d4d765c1a2e4ab51360cb7157387c18ea06d1f49",
+        sha256="71f89b209496c66efa75abfb15864bbb1a132e818326745254d6e1e0f426a8b9",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2200,7 +2200,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float32_shared_r4",
         file="cuda/knnpool_backward_sum_float32_shared_r4.cu",
-        sha256="d484a35736d6829b5c8835e3f4c6e9885f6a1624d689f8aed76bf92465d81b93",
+        sha256="78d4b6bbd490778ba2e62bae710c277f532734be0a2e1cb66c7bc738397e9a7d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2215,7 +2215,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float32_shared_r8",
         file="cuda/knnpool_backward_sum_float32_shared_r8.cu",
-        sha256="a7b00a81882aa4c037123bad4d74174139baf066123425d1bd5111b83a97a30f",
+        sha256="807b3fd2d04fd36f3bf949faea44a91718e8fddec896bff0d04d0bba9423603d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2260,7 +2260,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float64_shared_r1",
         file="cuda/knnpool_backward_sum_float64_shared_r1.cu",
-        sha256="805330a469ff50077502b345bde7e3e3da5b1b5d7293018d3724515cbf5701e3",
+        sha256="71dc7d880cd41dcf9e83f1b5e622f17c3f8f8efbb50fa71b8c2162a34e4b84e1",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2275,7 +2275,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float64_shared_r2",
         file="cuda/knnpool_backward_sum_float64_shared_r2.cu",
-        sha256="9f52430645424f99dba3462fae7d795c6db254c815d4336c2346132863fd6212",
+        sha256="8751a6c9bb3fc43075f79e5c440c7f4ed64e56b4903849afadbcfcd97f8a3b2c",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2320,7 +2320,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float16_shared_r1",
         file="cuda/knnpool_backward_weighted_float16_shared_r1.cu",
-        sha256="3b9fb4cae2a46828775009b354a167987fa61f3aa45def427db1501e5ce7a753",
+        sha256="4c41d9c36402a2f81b2f2f81a1c738b6633bbd709c2fee489192041dbbaa763d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2335,7 +2335,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float16_shared_r2",
         file="cuda/knnpool_backward_weighted_float16_shared_r2.cu",
-        sha256="3e5f38a6104d5465c94f0aa8b97c8418fd9902987358eec533c6036abfcd92b7",
+        sha256="392ac0dfe5ff3a2e41fb2fa58dd7e9dd9830b0399543c6b131d63bd4eab3e795",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2350,7 +2350,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float16_shared_r4",
         file="cuda/knnpool_backward_weighted_float16_shared_r4.cu",
-        sha256="1d7933f7369b7eb5b33ed6194f97e45fa6fd3f1692e2bc14cf105a893c805941",
+        sha256="ccb7cd86abc4e6004d0bae99e5297f4549c6571504ff7c809fd22b0e030aa06b",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2365,7 +2365,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float16_shared_r8",
         file="cuda/knnpool_backward_weighted_float16_shared_r8.cu",
-        sha256="b34297ebad3cbe7ff835c3fb1c20423ba0cdfcda2d597eb1f9e2dfc09d8e464e",
+        sha256="63dadacadd31ad2534526ee6abe94bbd0f9d4ae5ec97478830fc836ff2dcac5e",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2410,7 +2410,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r1.cu",
-        sha256="fb71a4eee7d50e63761bb6d94fd1c4ccfa327a578f9bdf505a0237c00e3b9d8f",
+        sha256="d2a6614050a8a164c7753a5cc46cd868e6e8d2cd9132e0e1b7cec21e14fc1b13",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2425,7 +2425,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r2.cu",
-        sha256="f6bc27fc5145b7aad099520c9b86efd1452fb13a53512141ec15e6abeaafb6ef",
+        sha256="81d03515e478e7071c47822f45f1de1848767420d95d2d39ce08be01ddc1abbc",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2440,7 +2440,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r4.cu",
-        sha256="0a2e045f4227344eb02eb3d12ff46897d17188b29be5e872eadd2c2acf8bbf8f",
+        sha256="6de3ba6b6ab383193bf92d3aa76430844b7b49a47f4f727f0af104a9a7edbe20",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2455,7 +2455,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r8",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r8.cu",
-        sha256="d7daa6bb032bf326a8923a575a2fbb2cef179e7c63331248dce94bf1a1a22239",
+        sha256="171605030b30304f1634da1db4f9676f9ce2f71f3e25c184e079a6f32a03be07",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2500,7 +2500,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float32_shared_r1",
         file="cuda/knnpool_backward_weighted_float32_shared_r1.cu",
-        sha256="ee8c4fc58cb7445f452f515019c9bb5d5e38b5d1886d38f258c97296e1a10551",
+        sha256="75c787d60f0fabb9554efe1ed7b086dea3b96f69d3198e2227abb05be74e667d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2515,7 +2515,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float32_shared_r2",
         file="cuda/knnpool_backward_weighted_float32_shared_r2.cu",
-        sha256="333ee10135ca2e46847a09fbbc8e487579689be1b2750790cce9aee7e74081ec",
+        sha256="a80adb1960e8abdf8b98a1f1fe790dfcc52def86e23d946f12cf983d66110b05",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2530,7 +2530,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float32_shared_r4",
         file="cuda/knnpool_backward_weighted_float32_shared_r4.cu",
-        sha256="a87f66f45d796aa6c0bd81e09315e33e57e3bf03028355cb45b56c1641fade83",
+        sha256="618ff772d0e837ee8eee695d797d7798b7dea55b37dd5ebf2200a2f7b102b42f",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2545,7 +2545,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float32_shared_r8",
         file="cuda/knnpool_backward_weighted_float32_shared_r8.cu",
-        sha256="3837f14d2289a8a02a8bf0c9c9e8ad9c1eb60e851358a455fc90572dc7c42b63",
+        sha256="4f6810d15619a0d12129c8c2b351bf269035d09583f5cc8ea2989c6c35844854",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2590,7 +2590,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float64_shared_r1",
         file="cuda/knnpool_backward_weighted_float64_shared_r1.cu",
-        sha256="a5077436b6c0a67b0775d779c793357d139995f345243d7dffad88a21a129a28",
+        sha256="fa42fb7c5495b305847764b5d7474b193a027554422e6bdd725119871a0d8da6",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2605,7 +2605,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float64_shared_r2",
         file="cuda/knnpool_backward_weighted_float64_shared_r2.cu",
-        sha256="4c64c7babca42e2efdce43f1abd3c4cddd39fc9804d3994d5f01943cccc5c212",
+        sha256="05767d462b48bd70fc49d61297b22b59d34f04792d77faaff3d8738cbf4cfcc8",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,

@@ -298,6 +298,7 @@ knnpool_backward_avg_bfloat16_shared_r4(
                         if (reads[h].entry[DEPTH - 1] != NONE) {
                             const int m = rev_order[chunk + item - s * nodes];
                             const int end = rev_rowptr[m + 1];
+                            #pragma unroll 1  // few nodes come here; unrolled, this is the most of what is compiled
                             for (int e = rev_rowptr[m] + DEPTH; e < end; ++e) {
                                 const Node node = given_back(group, ROOM, placed(rev_kn[e]));
                                 #pragma unroll
