@@ -66,11 +66,13 @@ def prepare(
         CaptureError: a capture is under way.
     """
     capture.refuse("prepare waits for the device")
-    options: dict[str, Any] = {"nan": nan, "empty_value": empty_value, "weights": weights}
+    options: dict[str, Any] = {"nan": nan, "empty_value": empty_value}
+    options |= {"weights": weights, "normalize_weights": normalize_weights}
     with torch.inference_mode(False), torch.enable_grad():
-        for wants_gradient in (False, True):
-            like_x = torch.zeros_like(x, requires_grad=wants_gradient)
-            y = pool_function(like_x, indices, mode, normalize_weights=normalize_weights, **options)
+        like_x = torch.zeros_like(x, requires_grad=True)
+        # This first: the kernel of its backward is compiled while the others are.
+        y = pool_function(like_x, indices, mode, **options)
+        pool_function(like_x.detach(), indices, mode, **options)
         torch.autograd.grad(y, like_x, torch.zeros_like(y))
 
 

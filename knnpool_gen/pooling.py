@@ -60,7 +60,7 @@ def pool_forward(
     check_input(meta, x)
     _check_rs(rs)
     reduction = make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights)
-    return forward(meta, x, reduction, need_aux, rs)
+    return forward(meta, x, reduction, need_aux and reduction.mode is Mode.MAX, rs)
 
 
 def pool_backward(
@@ -136,7 +136,10 @@ def forward(
     rs: int | None = None,
     layout: AuxLayout = AuxLayout.ROWS,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`pool_forward` with arguments that are known to be good; ``layout`` is that of aux."""
+    """:func:`pool_forward` with arguments that are known to be good; ``layout`` is that of aux.
+
+    ``need_aux`` also says that a backward follows, in modes that have no aux as well.
+    """
     x = x.detach() if x.requires_grad else x  # what is made from it records no gradient, then
     if x.is_cuda:
         y, aux = execute.forward(meta, x, reduction, need_aux, rs, layout)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 import knnpool_gen
-from knnpool_gen.errors import InvalidArgumentError, KernelError, MissingDependencyError
+from knnpool_gen.errors import CompileError, InvalidArgumentError, KernelError, MissingDependencyError
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import KernelKey
 from knnpool_gen.reduction import Reduction, make_reduction
 from knnpool_gen.runtime import canary, capture, compile, cuda, execute, launch
+from knnpool_gen.runtime.aux_layout import AuxLayout
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.runtime.select import Configuration, DeviceFacts, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode, Staging
@@ -227,6 +228,30 @@ def test_what_fails_to_load_is_tried_again(machine: Machine) -> None:
     assert len(machine.driver.launches) == 1
 
 
+def test_what_was_compiled_ahead_is_loaded(machine: Machine) -> None:
+    for _ in range(2):
+        launch.compile_ahead(configuration(), 1)
+    launch.compile_ahead(configuration(KNNPOOL_K=10), 1)  # never loaded
+    launch.launch(configuration(), 1, VALUES)
+    launch.compile_ahead(configuration(), 1)
+    macros = (("KNNPOOL_K", 9),)
+    assert machine.driver.modules == [f"{KERNEL.name} sm_91 {macros}".encode()]
+    assert machine.compiled.count((KERNEL.name, "sm_91", macros)) == 1
+
+
+def test_what_fails_ahead_is_said_when_it_is_loaded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> bytes:
+        raise CompileError("line 3: expected a ;")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "cubin", refuse)
+        launch.compile_ahead(configuration(), 0)
+        with pytest.raises(CompileError, match="line 3"):
+            launch.launch(configuration(), 0, VALUES)
+    launch.launch(configuration(), 0, VALUES)
+    assert len(machine.driver.launches) == 1
+
+
 def test_without_cupy_nothing_is_remembered(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise MissingDependencyError("no cupy")
@@ -329,6 +354,33 @@ def test_without_aux_there_is_no_address(device: Machine) -> None:
     assert aux is None
     assert arguments_of(device)["aux"] == 0
     assert dict(device.compiled[-1][2])["KNNPOOL_AUX"] == 0
+
+
+@pytest.mark.parametrize("mode", ["max", "avg", "sum"])
+@pytest.mark.parametrize("layout", AuxLayout)
+def test_the_kernel_of_the_backward_is_compiled_with_the_forward(
+    device: Machine, monkeypatch: pytest.MonkeyPatch, mode: str, layout: AuxLayout
+) -> None:
+    ahead: list[Configuration] = []
+    monkeypatch.setattr(execute, "compile_ahead", lambda configuration, device: ahead.append(configuration))
+    meta, reduction = pool_meta_from_indices(INDICES, 5), plain_reduction(pool_meta_from_indices(INDICES, 5), mode)
+    for _ in range(2):
+        y, aux = execute.forward(meta, torch.randn(8, 5), reduction, True, None, layout)
+    execute.backward(meta, y, aux, reduction, None, layout)
+    assert [(kernel.kernel.name, "", kernel.macros) for kernel in ahead] == [
+        (name, "", macros) for name, _, macros in device.compiled[1:]
+    ]
+    assert len(ahead) == 1
+
+
+def test_no_backward_is_compiled_where_none_is_known_to_follow(
+    device: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "compile_ahead", lambda *args: pytest.fail("compiled ahead"))
+    meta, x = pool_meta_from_indices(INDICES, 5), torch.randn(8, 5)
+    execute.forward(meta, x, plain_reduction(meta), need_aux=False, rs=None)
+    execute.forward(meta, x, plain_reduction(meta), need_aux=True, rs=1)
+    execute.forward(meta, x, make_reduction(meta, x.dtype, "avg", nan="omit"), need_aux=True, rs=None)
 
 
 def test_strided_tensors_are_made_contiguous(device: Machine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.aux_layout import AuxLayout, can_block_aux
-from knnpool_gen.runtime.launch import device_facts, load, start
+from knnpool_gen.runtime.launch import compile_ahead, device_facts, load, start
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import Configuration, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
@@ -57,17 +57,20 @@ def forward(
     rs: int | None,
     layout: AuxLayout = AuxLayout.ROWS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Reduce every column of the table: :func:`knnpool_gen.reference.reference_forward`, as one kernel."""
+    """Reduce every column of the table: :func:`knnpool_gen.reference.reference_forward`, as one kernel.
+
+    ``need_aux`` says that a backward follows, in every mode; its kernel is compiled at the same time.
+    """
     x = x.contiguous()
     outer = x.shape[:-1]
     y = x.new_empty((*outer, meta.nout))
     if not (need_aux and reduction.mode is Mode.MAX):
-        _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y}, (y,), math.prod(outer), rs, layout)
+        _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y}, (y,), math.prod(outer), rs, layout, need_aux)
         return y, None
     rows = math.prod(outer)
     shape = (rows // AUX_ROWS, meta.nout, AUX_ROWS) if layout is AuxLayout.BLOCKS else y.shape
     aux = x.new_empty(shape, dtype=aux_dtype(meta.k))
-    _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y, "aux": aux}, (y, aux), rows, rs, layout)
+    _run(Direction.FORWARD, meta, reduction, {"x": x, "y": y, "aux": aux}, (y, aux), rows, rs, layout, need_aux)
     return y, aux
 
 
@@ -122,13 +125,14 @@ def _run(
     rows: int,
     rs: int | None,
     layout: AuxLayout,
+    backward_follows: bool = False,
 ) -> None:
     """Select and launch; ``tensors`` holds what the call brings, by the names of the kernel's arguments."""
     output = outputs[0]
     device: int = output.get_device()
     if torch.cuda.current_device() != device:  # whose stream is asked about, captured or not
         with torch.cuda.device(device):
-            return _run(direction, meta, reduction, tensors, outputs, rows, rs, layout)
+            return _run(direction, meta, reduction, tensors, outputs, rows, rs, layout, backward_follows)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     aligned = all(address % WIDEST_ACCESS == 0 for address in addresses.values())
     how = reduction if reduction.plain else (reduction.mode, reduction.omit_nan, reduction.normalize)
@@ -141,6 +145,9 @@ def _run(
         configuration = select(problem, device_facts(device), rs)
         if not any(output.numel() for output in outputs):
             return None
+        if backward_follows and rs is None and not reduction.backward_reads_x:  # with that, by several kernels
+            follows = replace(problem, direction=Direction.BACKWARD, aligned=True)  # gradients are tensors of their own
+            compile_ahead(select(follows, device_facts(device)), device)
         prepared = _prepare(configuration, meta, reduction, addresses, rows, device)
         of_owner = _prepared.setdefault(reduction.weights or meta, {})
         if len(of_owner) >= MOST_PREPARED:

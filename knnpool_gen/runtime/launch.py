@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -17,7 +19,12 @@ from knnpool_gen.runtime.tuned import device_label
 DEFAULT_SHARED = 48 * 1024
 """Dynamic shared memory every kernel may use without asking, in bytes."""
 
-_functions: dict[tuple[Kernel, tuple[tuple[str, int | str], ...], int], int] = {}
+Loadable: TypeAlias = tuple[Kernel, tuple[tuple[str, int | str], ...], int]
+"""What is compiled and loaded once: a kernel, its macros, the device."""
+
+_functions: dict[Loadable, int] = {}
+_ahead: dict[Loadable, Future[bytes]] = {}
+"""What is compiled, or being compiled, and not loaded yet."""
 _facts: dict[int, DeviceFacts] = {}
 _lock = threading.Lock()
 
@@ -56,6 +63,15 @@ def start(function: int, configuration: Configuration, device: int, arguments: l
         function, configuration.grid, 1, 1, configuration.threads, 1, 1,
         configuration.shared_bytes, _current_stream(device), pointers, 0,
     )  # fmt: skip
+
+
+def compile_ahead(configuration: Configuration, device: int) -> None:
+    """Begin to compile, in a thread of its own, what will be loaded later; if that fails, :func:`load` says so."""
+    key = (configuration.kernel, configuration.macros, device)
+    if key not in _functions and key not in _ahead:
+        thread = ThreadPoolExecutor(1)
+        _ahead[key] = thread.submit(compile.cubin, configuration.kernel, _arch(device), configuration.macros)
+        thread.shutdown(wait=False)  # no more work; it ends when this is done
 
 
 def load(configuration: Configuration, device: int) -> int:
@@ -109,12 +125,13 @@ def forget_kernels() -> None:
     """Drop what was loaded; the next launch loads again, from the cache on disk."""
     with _lock:
         _functions.clear()
+        _ahead.clear()
 
 
 def _load_now(configuration: Configuration, device: int) -> int:
     driver = cuda.driver()
-    major, minor = torch.cuda.get_device_capability(device)
-    binary = compile.cubin(configuration.kernel, f"sm_{major}{minor}", configuration.macros)
+    ahead = _ahead.pop((configuration.kernel, configuration.macros, device), None)
+    binary = ahead.result() if ahead else compile.cubin(configuration.kernel, _arch(device), configuration.macros)
     # The module is never unloaded: launches of it may still be queued, and graphs may hold it.
     with capture.relaxed():
         module = driver.moduleLoadData(binary)
@@ -123,6 +140,11 @@ def _load_now(configuration: Configuration, device: int) -> int:
             attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(function, attribute, configuration.shared_bytes)
     return function
+
+
+def _arch(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _enter_context(device: int) -> None:
