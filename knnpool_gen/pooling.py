@@ -80,7 +80,9 @@ def pool_backward(
     Args:
         meta: the plan that the forward used.
         grad_y: ``[..., Nout]``, any strides.
-        aux: what the forward returned; required for ``"max"``, ignored otherwise.
+        aux: what the forward returned; required for ``"max"``, ignored otherwise. Its values are not checked, as that
+            would wait for the device: a slot that holds no input, or that the table does not have, has not won
+            anything, so its output gives no gradient, like an empty column.
         mode, nan, weights, normalize_weights: as in the forward.
         rs: rows of a tile; chosen from the problem if None.
         x: the input of the forward; required for ``nan="omit"`` in all modes but max, ignored otherwise.

@@ -44,9 +44,7 @@ class Value(Place):
             key = Key(key_node.value, self._at(key_node))
             if key.name in lines:
                 first = lines[key.name]
-                self.faults.add(
-                    key.at, f"duplicate key {_shown(key.name)} in {what}; it stands in line {first} already"
-                )
+                key.at.fault(f"duplicate key {_shown(key.name)} in {what}; it stands in line {first} already")
             elif allowed is not None and key.name not in allowed:
                 key.at.fault(f"unknown key {_shown(key.name)} in {what}; allowed: {', '.join(allowed)}")
             else:
