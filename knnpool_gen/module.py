@@ -91,7 +91,8 @@ class KNNPool(nn.Module):
         """Pool over the ``k`` input points nearest to each output point.
 
         Args:
-            points_in, points_out, k, metric: as for :func:`knnpool_gen.knn_table`.
+            points_in, points_out, k, metric: as for :func:`knnpool_gen.knn_table`; slots beyond the number of
+                ``points_in`` are pads.
             mode, options: as for :class:`KNNPool`.
         """
         indices = knn_table(points_in, points_out, k, metric)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ import knnpool_gen
 from knnpool_gen import (
     CompileError,
     InvalidArgumentError,
+    KNNPool,
     KNNPoolError,
     KNNPoolFunction,
     MissingDependencyError,
@@ -230,6 +232,99 @@ def test_leaving_out_nan_needs_the_input() -> None:
     refused(lambda: backward(None), InvalidArgumentError, ValueError, message)
     refused(lambda: backward(X[:1]), InvalidArgumentError, ValueError, "x has shape (1, 3), grad_y (2, 3)")
     refused(lambda: backward(X.to("meta")), InvalidArgumentError, ValueError, "x is on meta, the plan on cpu")
+
+
+# Tensors without values, and what an operator would refuse in torch's words.
+
+NO_TABLE = "indices is a meta tensor: the plan of a table depends on its values"
+NO_WEIGHTS = "weights is a meta tensor: what is made of it depends on its values"
+
+
+def vmapped(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """``pool_function`` by way of the operators."""
+    return torch.func.vmap(lambda row: pool_function(row, *arguments, **options))(x)
+
+
+ways = pytest.mark.parametrize("way", [pool_function, vmapped])
+
+
+@ways
+def test_a_table_or_weights_without_values(way: Callable[..., torch.Tensor]) -> None:
+    refused(lambda: way(X, TABLE.to("meta"), "max"), InvalidArgumentError, ValueError, NO_TABLE)
+    weights = torch.ones(2, 3, device="meta")
+    refused(lambda: way(X, TABLE, "weighted", weights=weights), InvalidArgumentError, ValueError, NO_WEIGHTS)
+
+
+def test_layers_and_plans_without_values() -> None:
+    weights = torch.ones(2, 3, device="meta")
+    layer = KNNPool(TABLE, 3, "weighted", weights=weights)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: pool_forward(META, X, "weighted", weights=weights), NO_WEIGHTS),
+        (lambda: layer(X), NO_WEIGHTS),
+        (layer.prepare, NO_WEIGHTS),
+        (lambda: KNNPool(TABLE.to("meta"), 3, "max")(X), NO_TABLE),
+        (lambda: KNNPool(TABLE.to("meta"), 3, "max", return_indices=True)(X), NO_TABLE),
+        (
+            lambda: KNNPool(TABLE, 3, "max").prepare("meta"),
+            "device = 'meta': a plan consists of values, which nothing there has",
+        ),
+        (lambda: pool_meta_from_indices(TABLE, 3, "nowhere"), "device = 'nowhere' is no device of torch"),
+    ]
+    for call, message in calls:
+        refused(call, InvalidArgumentError, ValueError, message)
+
+
+@ways
+@pytest.mark.parametrize(
+    ("arguments", "options", "ours", "message"),
+    [
+        (([[0, 1]], "max"), {}, UnsupportedTypeError, "indices must be an integer tensor, not list"),
+        ((TABLE, 3), {}, UnknownModeError, "mode = 3; there are 'max', 'avg', 'sum', 'weighted'"),
+        ((TABLE, "max"), {"nan": 0}, InvalidArgumentError, "nan = 0; there are 'omit', 'propagate'"),
+        ((TABLE, "max"), {"nan": "omit "}, InvalidArgumentError, "nan = 'omit '; there are 'omit', 'propagate'"),
+        (
+            (TABLE, "weighted"),
+            {"weights": [[1.0]]},
+            UnsupportedTypeError,
+            "weights must be a floating-point tensor, not list",
+        ),
+        (
+            (TABLE, "weighted"),
+            {"weights": torch.ones(2, 3), "normalize_weights": 1},
+            UnsupportedTypeError,
+            "normalize_weights must be True or False, not 1",
+        ),
+        (
+            (TABLE, "sum"),
+            {"empty_value": "zero"},
+            UnsupportedTypeError,
+            "empty_value must be a number, not 'zero'",
+        ),
+        ((TABLE, "sum"), {"empty_value": True}, UnsupportedTypeError, "empty_value must be a number, not True"),
+    ],
+)
+def test_the_same_words_whichever_way(
+    way: Callable[..., torch.Tensor],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    ours: type[KNNPoolError],
+    message: str,
+) -> None:
+    builtin = TypeError if ours is UnsupportedTypeError else ValueError
+    refused(lambda: way(X, *arguments, **options), ours, builtin, message)
+    if way is pool_function:
+        refused(lambda: way(X.to("meta"), *arguments, **options), ours, builtin, message)
+
+
+@ways
+@pytest.mark.parametrize("value", [2, np.float32(2), torch.tensor(2.0)], ids=repr)
+def test_an_empty_value_may_be_any_number(way: Callable[..., torch.Tensor], value: Any) -> None:
+    assert way(X, TABLE, "max", empty_value=value)[:, 2].tolist() == [2.0, 2.0]
+
+
+def test_a_layer_without_a_mode() -> None:
+    message = "object has no mode, as a pooling layer has"
+    refused(lambda: optimized_pool_forward(object(), X), UnsupportedTypeError, TypeError, message)
 
 
 # Modes and options.
