@@ -22,7 +22,15 @@ from torch.compiler import is_compiling
 from knnpool_gen import pooling
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.reduction import Reduction, check_options, make_reduction, rounded
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_has_values, check_table, plan_for, plan_of_own_table
+from knnpool_gen.runtime.plan import (
+    PoolMeta,
+    aux_dtype,
+    check_dense,
+    check_has_values,
+    check_table,
+    plan_for,
+    plan_of_own_table,
+)
 from knnpool_gen.runtime.table_cache import same_table
 from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
@@ -103,12 +111,13 @@ def _check_dense(x: Tensor) -> None:
 def _check_types(
     indices: object, mode: object, nan: object = None, weights: object = None, normalize_weights: object = False
 ) -> None:
-    """Refuse what does not fit the schema of the operators, which would say so in torch's words, as eager calls do."""
-    if not isinstance(indices, Tensor):
-        check_table(indices)
+    """Refuse what the operators have no schema or no backend for, in the words of eager calls and not in torch's."""
+    check_table(indices)
     if not (isinstance(mode, str) and isinstance(nan, str | None) and isinstance(normalize_weights, bool)):
         check_options(mode, nan, weights, normalize_weights)
-    if not isinstance(weights, Tensor | None):
+    if isinstance(weights, Tensor):
+        check_dense("weights", weights)
+    elif weights is not None:
         check_weights(weights, 0, 0)
 
 

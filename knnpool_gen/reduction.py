@@ -114,8 +114,10 @@ def check_options(mode: object, nan: object, weights: object, normalize_weights:
 
 def rounded(empty_value: Any, dtype: torch.dtype) -> float:
     """``empty_value`` as ``dtype`` holds it: -1e9 is -inf in float16."""
-    if isinstance(empty_value, (bool, str)):
+    if isinstance(empty_value, (bool, str, bytes, bytearray)):  # some of which float() reads
         raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}")
+    if isinstance(empty_value, Tensor) and empty_value.requires_grad:
+        raise InvalidArgumentError("an empty_value that requires a gradient is not supported: detach it")
     try:
         return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -301,6 +301,25 @@ def test_layers_and_plans_without_values() -> None:
             "empty_value must be a number, not 'zero'",
         ),
         ((TABLE, "sum"), {"empty_value": True}, UnsupportedTypeError, "empty_value must be a number, not True"),
+        ((TABLE, "sum"), {"empty_value": b"1"}, UnsupportedTypeError, "empty_value must be a number, not b'1'"),
+        (
+            (TABLE, "sum"),
+            {"empty_value": torch.tensor(1.0, requires_grad=True)},
+            InvalidArgumentError,
+            "an empty_value that requires a gradient is not supported: detach it",
+        ),
+        (
+            (TABLE.to_sparse(), "sum"),
+            {},
+            UnsupportedTypeError,
+            "indices must be a strided tensor, not one of layout torch.sparse_coo",
+        ),
+        (
+            (TABLE, "weighted"),
+            {"weights": torch.ones(2, 3).to_sparse()},
+            UnsupportedTypeError,
+            "weights must be a strided tensor, not one of layout torch.sparse_coo",
+        ),
     ],
 )
 def test_the_same_words_whichever_way(
