@@ -113,7 +113,7 @@ def _check_types(
 ) -> None:
     """Refuse what the operators have no schema or no backend for, in the words of eager calls and not in torch's."""
     check_table(indices)
-    if not (isinstance(mode, str) and isinstance(nan, str | None) and isinstance(normalize_weights, bool)):
+    if not (isinstance(mode, str) and isinstance(nan, (str, type(None))) and isinstance(normalize_weights, bool)):
         check_options(mode, nan, weights, normalize_weights)
     if isinstance(weights, Tensor):
         check_dense("weights", weights)

@@ -126,8 +126,18 @@ def check_kind(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise UnsupportedTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
     if tensor.dtype not in DTYPES:
-        supported = ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
-        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {supported}")
+        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {_supported()}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless values of ``dtype`` can be pooled."""
+    if dtype not in DTYPES:
+        shown = execute.dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        raise UnsupportedTypeError(f"dtype is {shown}; supported: {_supported()}")
+
+
+def _supported() -> str:
+    return ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
 
 
 def forward(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from knnpool_gen import (
     pool_forward,
     pool_function,
     pool_meta_from_indices,
+    prepare,
 )
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.runtime import canary, compile, cuda, launch
@@ -268,10 +270,42 @@ def test_layers_and_plans_without_values() -> None:
             lambda: KNNPool(TABLE, 3, "max").prepare("meta"),
             "device = 'meta': a plan consists of values, which nothing there has",
         ),
-        (lambda: pool_meta_from_indices(TABLE, 3, "nowhere"), "device = 'nowhere' is no device of torch"),
     ]
     for call, message in calls:
         refused(call, InvalidArgumentError, ValueError, message)
+
+
+def test_a_device_that_does_not_exist() -> None:
+    for call in (
+        lambda: pool_meta_from_indices(TABLE, 3, "nowhere"),
+        lambda: KNNPool(TABLE, 3, "max").prepare("nowhere"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^device = 'nowhere': Expected one of cpu, cuda, "):
+            call()
+    good_call()
+
+
+def test_what_cannot_be_prepared() -> None:
+    layer = KNNPool(TABLE, 3, "max")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: prepare([1.0], TABLE, "max"), "x is a list, not a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: prepare(X.long(), TABLE, "max"), f"x has dtype int64; {SUPPORTED}"),
+        (lambda: layer.prepare(dtype=torch.int64), f"dtype is int64; {SUPPORTED}"),
+        (lambda: layer.prepare(dtype="float32"), f"dtype is 'float32'; {SUPPORTED}"),  # type: ignore[arg-type]
+    ]
+    for call, message in calls:
+        refused(call, UnsupportedTypeError, TypeError, message)
+
+
+def test_a_layer_is_given_rows_whichever_way() -> None:
+    layer = SimpleNamespace(mode="max", knn_indices_pad_token=TABLE, knn_pad_token_val=3)
+    message = "x has shape (); the layer has Nin = 3"
+    refused(
+        lambda: torch.func.vmap(lambda value: optimized_pool_forward(layer, value))(X[0]),
+        InvalidArgumentError,
+        ValueError,
+        message,
+    )
 
 
 @ways

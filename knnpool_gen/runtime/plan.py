@@ -313,7 +313,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device = {device!r} is no device of torch") from error
+        raise InvalidArgumentError(f"device = {device!r}: {error}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.empty(0, device=device).device if device.index is None else device
