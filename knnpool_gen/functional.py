@@ -117,11 +117,8 @@ def _pool_watched_layer(layer: Any, x: Tensor, options: dict[str, Any] | None) -
 
 def _options_of(layer: Any) -> dict[str, Any] | None:
     """Mode and options of a layer; None where its weights are missing or to be learnt."""
-    mode = getattr(layer, "mode", None)
-    if mode is None:
-        raise UnsupportedTypeError(f"{type(layer).__name__} has no mode, as a pooling layer has")
-    if mode != "gaussian":
-        return {"mode": mode}
+    if layer.mode != "gaussian":
+        return {"mode": layer.mode}
     weights = getattr(layer, "gaussian_weights", None)
     if weights is None or (weights.requires_grad and torch.is_grad_enabled()):
         return None

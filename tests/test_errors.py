@@ -375,11 +375,6 @@ def test_an_empty_value_may_be_any_number(way: Callable[..., torch.Tensor], valu
     assert way(X, TABLE, "max", empty_value=value)[:, 2].tolist() == [2.0, 2.0]
 
 
-def test_a_layer_without_a_mode() -> None:
-    message = "object has no mode, as a pooling layer has"
-    refused(lambda: optimized_pool_forward(object(), X), UnsupportedTypeError, TypeError, message)
-
-
 # Modes and options.
 
 
