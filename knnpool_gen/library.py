@@ -96,7 +96,6 @@ def pool(
 def pool_max(x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None) -> tuple[Tensor, Tensor]:
     """The maxima, and the slots that won as ``aux`` of :func:`knnpool_gen.pool_forward` has them."""
     _check_dense(x)
-    _check_types(indices, "max", nan)
     empty_value = _number(empty_value, x.dtype)
     y, slots = _ops.forward_max.default(x, indices, nan, empty_value)
     return y, slots
@@ -108,9 +107,7 @@ def _check_dense(x: Tensor) -> None:
         raise UnsupportedTypeError(f"x is {kind}; wanted a dense tensor [..., Nin]")
 
 
-def _check_types(
-    indices: object, mode: object, nan: object = None, weights: object = None, normalize_weights: object = False
-) -> None:
+def _check_types(indices: object, mode: object, nan: object, weights: object, normalize_weights: object) -> None:
     """Refuse what the operators have no schema or no backend for, in the words of eager calls and not in torch's."""
     check_table(indices)
     if not (isinstance(mode, str) and isinstance(nan, (str, type(None))) and isinstance(normalize_weights, bool)):
@@ -122,7 +119,8 @@ def _check_types(
 
 
 def _number(empty_value: Any, dtype: torch.dtype) -> float | None:
-    return empty_value if empty_value is None or type(empty_value) is float else rounded(empty_value, dtype)
+    """``empty_value`` as the schema takes it; what it takes as it is stays as it is, so that compilers see through."""
+    return empty_value if type(empty_value) in (type(None), float, int) else rounded(empty_value, dtype)
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
