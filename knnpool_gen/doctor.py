@@ -56,6 +56,7 @@ def examine() -> Iterator[Finding]:
     on_gpu = _has_device()
     with_cupy = importlib.util.find_spec("cupy") is not None
     yield _look("versions", _versions)
+    yield _look("folders", _folders)
     for package in ("cupy", *OPTIONAL):
         yield _look(package, partial(_package, package))
     yield _look("device", _device)
@@ -94,6 +95,18 @@ def _versions() -> str:
     known = [f"{package} {_version(package) or 'from source'}" for package in PACKAGES]
     cuda = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for the CPU only"
     return f"Python {platform.python_version()}, {', '.join(known)}; {cuda}"
+
+
+def _folders() -> Finding | str:
+    """Whether all that is imported comes from one checkout or one installed package."""
+    parts = folders.parts()
+    package = parts.pop("knnpool_gen")
+    homes = {folder.parent for folder in parts.values()}
+    if homes in ({package}, {package.parent}):
+        return f"package {package}; {', '.join(parts)} in {homes.pop()}"
+    listed = ", ".join(f"{part} {folder}" for part, folder in parts.items())
+    text = f"parts of several checkouts: package {package}, but {listed}"
+    return Finding("folders", State.PROBLEM, text, f"pip install --editable {package.parent}")
 
 
 def _package(name: str) -> Finding:

@@ -21,6 +21,17 @@ def generated() -> Path:
     return specs().parent / "generated"
 
 
+def parts() -> dict[str, Path]:
+    """The folder that each part of what is imported comes from; a part that is not there is left out."""
+    found: dict[str, Path] = {}
+    for part in ("knnpool_gen", "specs", "templates", "generated"):
+        name = part if part == "knnpool_gen" else f"knnpool_gen.{part}"
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            found[part] = Path(next(iter(spec.submodule_search_locations))).resolve()
+    return found
+
+
 def real_tables() -> Path | None:
     """The neighbour tables of real networks that the checkout keeps as test data; None in an installed wheel."""
     path = specs().parent / "tests" / "data" / "fovi_tables.npz"

@@ -10,7 +10,7 @@ from torch import Tensor
 from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
 from knnpool_gen.ops import KNNPoolFunction
-from knnpool_gen.pooling import DTYPES, check_input, forward
+from knnpool_gen.pooling import DTYPES, check_input, check_kind, forward
 from knnpool_gen.reduction import MODES, Reduction, make_reduction
 from knnpool_gen.runtime import canary, capture, execute, launch
 from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata, plan_for, table_of
@@ -64,7 +64,9 @@ def prepare(
 
     Raises:
         CaptureError: a capture is under way.
+        Others: as :func:`pool_function`.
     """
+    check_kind("x", x)
     capture.refuse("prepare waits for the device")
     options: dict[str, Any] = {"nan": nan, "empty_value": empty_value}
     options |= {"weights": weights, "normalize_weights": normalize_weights}
@@ -108,7 +110,7 @@ def optimized_pool_forward(layer: Any, x: Tensor) -> Tensor | None:
 def _pool_watched_layer(layer: Any, x: Tensor, options: dict[str, Any] | None) -> Tensor | None:
     """The same for compilers, which see no plan: what has a kernel for no size is found out when it runs."""
     indices, nin = table_of(layer)
-    if x.shape[-1] != nin:
+    if x.shape[-1:] != (nin,):
         raise InvalidArgumentError(f"x has shape {tuple(x.shape)}; the layer has Nin = {nin}")
     if options is None or x.dtype not in DTYPES or options["mode"] not in [mode.value for mode in MODES]:
         return None

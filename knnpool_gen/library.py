@@ -21,8 +21,16 @@ from torch.compiler import is_compiling
 
 from knnpool_gen import pooling
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
-from knnpool_gen.reduction import Reduction, check_options, make_reduction
-from knnpool_gen.runtime.plan import PoolMeta, aux_dtype, check_table, plan_for, plan_of_own_table
+from knnpool_gen.reduction import Reduction, check_options, make_reduction, rounded
+from knnpool_gen.runtime.plan import (
+    PoolMeta,
+    aux_dtype,
+    check_dense,
+    check_has_values,
+    check_table,
+    plan_for,
+    plan_of_own_table,
+)
 from knnpool_gen.runtime.table_cache import same_table
 from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
@@ -79,6 +87,8 @@ def pool(
 ) -> Tensor:
     """What :func:`knnpool_gen.pool_function` computes, through the operators."""
     _check_dense(x)
+    _check_types(indices, mode, nan, weights, normalize_weights)
+    empty_value = _number(empty_value, x.dtype)
     y: Tensor = _ops.forward.default(x, indices, weights, mode, nan, normalize_weights, empty_value)
     return y
 
@@ -86,6 +96,7 @@ def pool(
 def pool_max(x: Tensor, indices: Tensor, nan: str | None, empty_value: float | None) -> tuple[Tensor, Tensor]:
     """The maxima, and the slots that won as ``aux`` of :func:`knnpool_gen.pool_forward` has them."""
     _check_dense(x)
+    empty_value = _number(empty_value, x.dtype)
     y, slots = _ops.forward_max.default(x, indices, nan, empty_value)
     return y, slots
 
@@ -94,6 +105,22 @@ def _check_dense(x: Tensor) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
         raise UnsupportedTypeError(f"x is {kind}; wanted a dense tensor [..., Nin]")
+
+
+def _check_types(indices: object, mode: object, nan: object, weights: object, normalize_weights: object) -> None:
+    """Refuse what the operators have no schema or no backend for, in the words of eager calls and not in torch's."""
+    check_table(indices)
+    if not (isinstance(mode, str) and isinstance(nan, (str, type(None))) and isinstance(normalize_weights, bool)):
+        check_options(mode, nan, weights, normalize_weights)
+    if isinstance(weights, Tensor):
+        check_dense("weights", weights)
+    elif weights is not None:
+        check_weights(weights, 0, 0)
+
+
+def _number(empty_value: Any, dtype: torch.dtype) -> float | None:
+    """``empty_value`` as the schema takes it; what it takes as it is stays as it is, so that compilers see through."""
+    return empty_value if type(empty_value) in (type(None), float, int) else rounded(empty_value, dtype)
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:
@@ -187,6 +214,10 @@ def _forward_shape(
     check_table(indices)
     if weights is not None:
         check_weights(weights, *indices.shape)
+    if not x.is_meta:  # then nobody traces, and this is called for the sake of a table without values
+        check_has_values("indices", indices, "the plan of a table")
+        if weights is not None:
+            check_has_values("weights", weights, "what is made of it")
     return x.new_empty((*x.shape[:-1], indices.shape[1]))
 
 

@@ -13,7 +13,7 @@ from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.functional import pool_function
 from knnpool_gen.neighbours import Points, knn_table
-from knnpool_gen.pooling import check_kind
+from knnpool_gen.pooling import check_dtype, check_kind
 from knnpool_gen.reduction import make_reduction
 from knnpool_gen.runtime.plan import DeviceLike, no_slot, ordinary_tensors, plan_for, pool_meta_from_indices
 from knnpool_gen.vocabulary import Mode
@@ -91,7 +91,8 @@ class KNNPool(nn.Module):
         """Pool over the ``k`` input points nearest to each output point.
 
         Args:
-            points_in, points_out, k, metric: as for :func:`knnpool_gen.knn_table`.
+            points_in, points_out, k, metric: as for :func:`knnpool_gen.knn_table`; slots beyond the number of
+                ``points_in`` are pads.
             mode, options: as for :class:`KNNPool`.
         """
         indices = knn_table(points_in, points_out, k, metric)
@@ -127,7 +128,12 @@ class KNNPool(nn.Module):
         """Build ahead what the first call on ``device`` (by default, that of the table) with ``dtype`` would build.
 
         To be called before a CUDA graph is captured: inside the capture, building fails with a ``CaptureError``.
+
+        Raises:
+            InvalidArgumentError: no such device, or table or weights do not fit.
+            UnsupportedTypeError: ``dtype`` cannot be pooled.
         """
+        check_dtype(dtype)
         make_reduction(plan_for(self.indices, self.nin, device), dtype, **self._options())
 
     def extra_repr(self) -> str:

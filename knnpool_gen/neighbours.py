@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, MissingDependencyError, UnsupportedTypeError
+from knnpool_gen.runtime.plan import check_dense, check_has_values
 
 Points: TypeAlias = Tensor | NDArray[Any] | Sequence[Sequence[float]]
 _Array: TypeAlias = NDArray[np.float64]
@@ -49,7 +50,7 @@ def knn_table(points_in: Points, points_out: Points, k: SupportsIndex, metric: s
     Args:
         points_in: ``[Nin, D]``, a tensor or what NumPy takes for an array, real and finite.
         points_out: ``[Nout, D]``.
-        k: neighbours of each output; those that ``points_in`` lacks are pads.
+        k: neighbours of each output. It may be larger than Nin: the slots from Nin on are pads then.
         metric: ``"euclidean"``, ``"manhattan"``, ``"chebyshev"`` or ``"cosine"``, which is by angle: the great-circle
             distance of points on a sphere around the origin.
 
@@ -118,10 +119,15 @@ def _sums(terms: _Array) -> _Array:
 def _coordinates(name: str, points: Points, metric: Metric) -> _Array:
     """``points`` in float64, checked; for ``Metric.COSINE`` scaled to unit length."""
     if isinstance(points, Tensor):
+        check_dense(name, points)
+        check_has_values(name, points, "who is near")
         points = points.detach().cpu()
         array: NDArray[Any] = (points.double() if points.is_floating_point() else points).numpy()
     else:
-        array = np.asarray(points)
+        try:
+            array = np.asarray(points)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{name} must have shape [N, D]: {error}") from error
     if array.dtype.kind not in "fiu":
         raise UnsupportedTypeError(f"{name} must be real numbers, not {array.dtype}")
     if array.ndim != 2 or array.shape[1] == 0:

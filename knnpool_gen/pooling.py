@@ -80,7 +80,9 @@ def pool_backward(
     Args:
         meta: the plan that the forward used.
         grad_y: ``[..., Nout]``, any strides.
-        aux: what the forward returned; required for ``"max"``, ignored otherwise.
+        aux: what the forward returned; required for ``"max"``, ignored otherwise. Its values are not checked, as that
+            would wait for the device: a slot that holds no input, or that the table does not have, has not won
+            anything, so its output gives no gradient, like an empty column.
         mode, nan, weights, normalize_weights: as in the forward.
         rs: rows of a tile; chosen from the problem if None.
         x: the input of the forward; required for ``nan="omit"`` in all modes but max, ignored otherwise.
@@ -124,8 +126,18 @@ def check_kind(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise UnsupportedTypeError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor")
     if tensor.dtype not in DTYPES:
-        supported = ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
-        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {supported}")
+        raise UnsupportedTypeError(f"{name} has dtype {execute.dtype_name(tensor.dtype)}; supported: {_supported()}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless values of ``dtype`` can be pooled."""
+    if dtype not in DTYPES:
+        shown = execute.dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        raise UnsupportedTypeError(f"dtype is {shown}; supported: {_supported()}")
+
+
+def _supported() -> str:
+    return ", ".join(execute.dtype_name(dtype) for dtype in DTYPES)
 
 
 def forward(

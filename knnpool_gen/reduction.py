@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,11 +89,11 @@ def make_reduction(
         omit_nan=omit_nan,
         weights=None if weights is None else prepare_weights(meta, weights, accumulate_dtype(dtype)),
         normalize=normalize_weights,
-        empty_value=None if empty_value is None else _rounded(empty_value, dtype),
+        empty_value=None if empty_value is None else rounded(empty_value, dtype),
     )
 
 
-def check_options(mode: str, nan: str | None, weights: Tensor | None, normalize_weights: bool) -> tuple[Mode, bool]:
+def check_options(mode: object, nan: object, weights: object, normalize_weights: object) -> tuple[Mode, bool]:
     """Check what goes with what, without looking into ``weights``; returns the mode and whether NaN is left out."""
     chosen = next((known for known in MODES if mode == known.value), None)
     if chosen is None:
@@ -111,10 +112,12 @@ def check_options(mode: str, nan: str | None, weights: Tensor | None, normalize_
     return chosen, rule is NanRule.OMIT
 
 
-def _rounded(empty_value: float, dtype: torch.dtype) -> float:
+def rounded(empty_value: Any, dtype: torch.dtype) -> float:
     """``empty_value`` as ``dtype`` holds it: -1e9 is -inf in float16."""
-    if isinstance(empty_value, (bool, str)):
+    if isinstance(empty_value, (bool, str, bytes, bytearray)):  # some of which float() reads
         raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}")
+    if isinstance(empty_value, Tensor) and empty_value.requires_grad:
+        raise InvalidArgumentError("an empty_value that requires a gradient is not supported: detach it")
     try:
         return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -24,6 +24,16 @@ class Mode(str, Enum):
     SUM = "sum"
     WEIGHTED = "weighted"
 
+    @property
+    def has_winner(self) -> bool:
+        """Whether one slot of a column wins: the forward says which, and the backward has to be told."""
+        return self is Mode.MAX
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether a call brings weights."""
+        return self is Mode.WEIGHTED
+
 
 class Staging(str, Enum):
     """Where a kernel reads its inputs from: a tile in shared memory, or global memory through L2."""

@@ -168,7 +168,7 @@ def test_diff_without_check_shows_and_writes(run: Run, out: Path) -> None:
 def test_bad_specs_write_nothing(run: Run, out: Path, tmp_path: Path, options: list[str]) -> None:
     specs = copy(folders.specs(), tmp_path / "specs")
     replace(specs / "variants.yaml", "direction: [forward, backward]", "direction: [forward, sideways]")
-    replace(specs / "dtypes.yaml", "cuda_value: unsigned long long", "cuda_value: 64")
+    replace(specs / "dtypes.yaml", "vector: 2", "vector: 64")
     numbers = {
         name: next(n for n, line in enumerate((specs / name).read_text().splitlines(), 1) if text in line)
         for name, text in (("variants.yaml", "sideways"), ("dtypes.yaml", ": 64"))
@@ -179,7 +179,7 @@ def test_bad_specs_write_nothing(run: Run, out: Path, tmp_path: Path, options: l
         2,
         "",
         f"knnpool-gen: specs/dtypes.yaml:{numbers['dtypes.yaml']}: "
-        "cuda_value of dtype 'float64' must be a string, not '64'\n"
+        "vector of dtype 'float64' must be a power of two from 1 to 16, not 64\n"
         f"specs/variants.yaml:{numbers['variants.yaml']}: "
         "unknown direction 'sideways'; allowed: forward, backward\n",
     )
@@ -203,7 +203,7 @@ def test_folders_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
     assert "missing/variants.yaml:1: cannot be read: No such file or directory\n" in ended.stderr
     ended = run("regenerate", "--templates", missing, "--out", tmp_path / "out")
     assert (ended.code, ended.stdout) == (2, "")
-    assert ended.stderr.endswith(f" is missing from {missing}\n")
+    assert ended.stderr == f"knnpool-gen: there is no folder of templates {missing}\n"
     (tmp_path / "file").write_text("mine")
     ended = run("regenerate", "--out", tmp_path / "file")
     assert (ended.code, ended.stdout) == (2, "")

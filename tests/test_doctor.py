@@ -6,6 +6,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +64,7 @@ def test_nothing_is_wrong(run: Run, place: Place) -> None:
     lines = [line.split() for line in ended.stdout.splitlines()]
     found = {subject: state for state, subject, *_ in lines if state != "to"}
     assert found == {
-        **dict.fromkeys(("versions", "cupy", "matplotlib", "scipy"), "ok"),
+        **dict.fromkeys(("versions", "folders", "cupy", "matplotlib", "scipy"), "ok"),
         "device": "note",
         **dict.fromkeys(("nvrtc", "headers", "settings", "cache", "tuned", "generated", "compile"), "ok"),
     }
@@ -221,3 +224,35 @@ def test_a_source_that_was_edited(place: Place) -> None:
 def test_whatever_is_raised_is_a_line(place: Place) -> None:
     place.patch.setattr(folders, "specs", lambda: 1 / 0)
     assert place.find("generated") == Finding("generated", State.PROBLEM, "ZeroDivisionError: division by zero")
+
+
+def test_a_checkout_is_one_place(place: Place) -> None:
+    package = Path(doctor.__file__).resolve().parent
+    assert place.find("folders") == Finding(
+        "folders", State.OK, f"package {package}; specs, templates, generated in {package.parent}"
+    )
+
+
+def test_an_installed_package_is_one_place(place: Place) -> None:
+    package = Path("/somewhere/knnpool_gen")
+    parts = {"knnpool_gen": package, **{part: package / part for part in ("specs", "templates", "generated")}}
+    place.patch.setattr(folders, "parts", lambda: dict(parts))
+    assert place.find("folders").text == f"package {package}; specs, templates, generated in {package}"
+
+
+def test_parts_of_two_checkouts(tmp_path: Path) -> None:
+    """A shell in one checkout, with the environment of another: the package is found here, the rest there."""
+    package = Path(doctor.__file__).resolve().parent
+    shutil.copytree(package, tmp_path / "knnpool_gen", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "knnpool_gen.cli", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (found,) = [finding for finding in json.loads(done.stdout) if finding["subject"] == "folders"]
+    other = package.parent
+    assert found == {
+        "subject": "folders",
+        "state": "problem",
+        "text": f"parts of several checkouts: package {tmp_path / 'knnpool_gen'}, but specs {other / 'specs'}, "
+        f"templates {other / 'templates'}, generated {other / 'generated'}",
+        "mend": f"pip install --editable {tmp_path}",
+    }

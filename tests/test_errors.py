@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ import knnpool_gen
 from knnpool_gen import (
     CompileError,
     InvalidArgumentError,
+    KNNPool,
     KNNPoolError,
     KNNPoolFunction,
     MissingDependencyError,
@@ -30,6 +33,7 @@ from knnpool_gen import (
     pool_forward,
     pool_function,
     pool_meta_from_indices,
+    prepare,
 )
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.runtime import canary, compile, cuda, launch
@@ -230,6 +234,145 @@ def test_leaving_out_nan_needs_the_input() -> None:
     refused(lambda: backward(None), InvalidArgumentError, ValueError, message)
     refused(lambda: backward(X[:1]), InvalidArgumentError, ValueError, "x has shape (1, 3), grad_y (2, 3)")
     refused(lambda: backward(X.to("meta")), InvalidArgumentError, ValueError, "x is on meta, the plan on cpu")
+
+
+# Tensors without values, and what an operator would refuse in torch's words.
+
+NO_TABLE = "indices is a meta tensor: the plan of a table depends on its values"
+NO_WEIGHTS = "weights is a meta tensor: what is made of it depends on its values"
+
+
+def vmapped(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """``pool_function`` by way of the operators."""
+    return torch.func.vmap(lambda row: pool_function(row, *arguments, **options))(x)
+
+
+ways = pytest.mark.parametrize("way", [pool_function, vmapped])
+
+
+@ways
+def test_a_table_or_weights_without_values(way: Callable[..., torch.Tensor]) -> None:
+    refused(lambda: way(X, TABLE.to("meta"), "max"), InvalidArgumentError, ValueError, NO_TABLE)
+    weights = torch.ones(2, 3, device="meta")
+    refused(lambda: way(X, TABLE, "weighted", weights=weights), InvalidArgumentError, ValueError, NO_WEIGHTS)
+
+
+def test_layers_and_plans_without_values() -> None:
+    weights = torch.ones(2, 3, device="meta")
+    layer = KNNPool(TABLE, 3, "weighted", weights=weights)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: pool_forward(META, X, "weighted", weights=weights), NO_WEIGHTS),
+        (lambda: layer(X), NO_WEIGHTS),
+        (layer.prepare, NO_WEIGHTS),
+        (lambda: KNNPool(TABLE.to("meta"), 3, "max")(X), NO_TABLE),
+        (lambda: KNNPool(TABLE.to("meta"), 3, "max", return_indices=True)(X), NO_TABLE),
+        (
+            lambda: KNNPool(TABLE, 3, "max").prepare("meta"),
+            "device = 'meta': a plan consists of values, which nothing there has",
+        ),
+    ]
+    for call, message in calls:
+        refused(call, InvalidArgumentError, ValueError, message)
+
+
+def test_a_device_that_does_not_exist() -> None:
+    for call in (
+        lambda: pool_meta_from_indices(TABLE, 3, "nowhere"),
+        lambda: KNNPool(TABLE, 3, "max").prepare("nowhere"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^device = 'nowhere': Expected one of cpu, cuda, "):
+            call()
+    good_call()
+
+
+def test_what_cannot_be_prepared() -> None:
+    layer = KNNPool(TABLE, 3, "max")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: prepare([1.0], TABLE, "max"), "x is a list, not a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: prepare(X.long(), TABLE, "max"), f"x has dtype int64; {SUPPORTED}"),
+        (lambda: layer.prepare(dtype=torch.int64), f"dtype is int64; {SUPPORTED}"),
+        (lambda: layer.prepare(dtype="float32"), f"dtype is 'float32'; {SUPPORTED}"),  # type: ignore[arg-type]
+    ]
+    for call, message in calls:
+        refused(call, UnsupportedTypeError, TypeError, message)
+
+
+def test_a_layer_is_given_rows_whichever_way() -> None:
+    layer = SimpleNamespace(mode="max", knn_indices_pad_token=TABLE, knn_pad_token_val=3)
+    message = "x has shape (); the layer has Nin = 3"
+    refused(
+        lambda: torch.func.vmap(lambda value: optimized_pool_forward(layer, value))(X[0]),
+        InvalidArgumentError,
+        ValueError,
+        message,
+    )
+
+
+@ways
+@pytest.mark.parametrize(
+    ("arguments", "options", "ours", "message"),
+    [
+        (([[0, 1]], "max"), {}, UnsupportedTypeError, "indices must be an integer tensor, not list"),
+        ((TABLE, 3), {}, UnknownModeError, "mode = 3; there are 'max', 'avg', 'sum', 'weighted'"),
+        ((TABLE, "max"), {"nan": 0}, InvalidArgumentError, "nan = 0; there are 'omit', 'propagate'"),
+        ((TABLE, "max"), {"nan": "omit "}, InvalidArgumentError, "nan = 'omit '; there are 'omit', 'propagate'"),
+        (
+            (TABLE, "weighted"),
+            {"weights": [[1.0]]},
+            UnsupportedTypeError,
+            "weights must be a floating-point tensor, not list",
+        ),
+        (
+            (TABLE, "weighted"),
+            {"weights": torch.ones(2, 3), "normalize_weights": 1},
+            UnsupportedTypeError,
+            "normalize_weights must be True or False, not 1",
+        ),
+        (
+            (TABLE, "sum"),
+            {"empty_value": "zero"},
+            UnsupportedTypeError,
+            "empty_value must be a number, not 'zero'",
+        ),
+        ((TABLE, "sum"), {"empty_value": True}, UnsupportedTypeError, "empty_value must be a number, not True"),
+        ((TABLE, "sum"), {"empty_value": b"1"}, UnsupportedTypeError, "empty_value must be a number, not b'1'"),
+        (
+            (TABLE, "sum"),
+            {"empty_value": torch.tensor(1.0, requires_grad=True)},
+            InvalidArgumentError,
+            "an empty_value that requires a gradient is not supported: detach it",
+        ),
+        (
+            (TABLE.to_sparse(), "sum"),
+            {},
+            UnsupportedTypeError,
+            "indices must be a strided tensor, not one of layout torch.sparse_coo",
+        ),
+        (
+            (TABLE, "weighted"),
+            {"weights": torch.ones(2, 3).to_sparse()},
+            UnsupportedTypeError,
+            "weights must be a strided tensor, not one of layout torch.sparse_coo",
+        ),
+    ],
+)
+def test_the_same_words_whichever_way(
+    way: Callable[..., torch.Tensor],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    ours: type[KNNPoolError],
+    message: str,
+) -> None:
+    builtin = TypeError if ours is UnsupportedTypeError else ValueError
+    refused(lambda: way(X, *arguments, **options), ours, builtin, message)
+    if way is pool_function:
+        refused(lambda: way(X.to("meta"), *arguments, **options), ours, builtin, message)
+
+
+@ways
+@pytest.mark.parametrize("value", [2, np.float32(2), torch.tensor(2.0)], ids=repr)
+def test_an_empty_value_may_be_any_number(way: Callable[..., torch.Tensor], value: Any) -> None:
+    assert way(X, TABLE, "max", empty_value=value)[:, 2].tolist() == [2.0, 2.0]
 
 
 # Modes and options.

@@ -171,6 +171,23 @@ def test_near_is_decided_in_float64() -> None:
         ([[1j]], [[0.0]], 1, "euclidean", UnsupportedTypeError, "points_in must be real numbers, not complex128"),
         (torch.ones(1, 1).bool(), [[0.0]], 1, "euclidean", UnsupportedTypeError, "real numbers, not bool"),
         (None, [[0.0]], 1, "euclidean", UnsupportedTypeError, "points_in must be real numbers, not object"),
+        ([[0.0], [0.0, 1.0]], [[0.0]], 1, "euclidean", InvalidArgumentError, r"points_in must have shape \[N, D\]: "),
+        (
+            [[0.0]],
+            torch.ones(1, 1, device="meta"),
+            1,
+            "euclidean",
+            InvalidArgumentError,
+            "points_out is a meta tensor: who is near depends on its values",
+        ),
+        (
+            torch.ones(1, 1).to_sparse(),
+            [[0.0]],
+            1,
+            "euclidean",
+            UnsupportedTypeError,
+            "points_in must be a strided tensor, not one of layout torch.sparse_coo",
+        ),
     ],
 )
 def test_what_is_refused(

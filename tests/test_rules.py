@@ -559,6 +559,18 @@ def test_aux_of_an_empty_column(k: int, dtype: torch.dtype, none: int) -> None:
     assert torch.equal(pool_backward(meta, torch.full((3, 2), NAN), aux, "max"), torch.zeros(3, 4))
 
 
+@pytest.mark.parametrize(("k", "slots"), [(2, [2, 3, 128, 254, 255]), (300, [300, 32767, -1, -32768, -2])])
+def test_a_slot_that_holds_nothing_gives_no_gradient(k: int, slots: list[int]) -> None:
+    """A pad, a slot that the table does not have, and none at all: nobody's, so nobody gets it."""
+    table = torch.zeros(k, len(slots) + 2, dtype=torch.int64)
+    table[1:] = 3
+    meta = pool_meta_from_indices(table, 3)
+    _, aux = pool_forward(meta, torch.ones(3), "max")
+    assert aux is not None
+    forged = torch.tensor([0, 1, *slots], dtype=aux.dtype)
+    assert pool_backward(meta, torch.arange(1.0, len(forged) + 1), forged, "max").tolist() == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(("k", "dtype"), [(32767, torch.int16), (32768, torch.int32), (40000, torch.int32)])
 def test_slots_of_large_k(k: int, dtype: torch.dtype) -> None:
     """All but the ends of a column are pads; column 1 is empty."""

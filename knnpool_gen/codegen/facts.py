@@ -45,6 +45,8 @@ TABLES = {
 PACKED_SLOTS = 2**15 - 1
 """Slots that 16 bits beside a 16-bit value can tell apart, as signed numbers."""
 
+VALUE_TYPE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+"""CUDA types that hold the raw bits of a value, by its bytes."""
 ACCUMULATE_BYTES = {"float32": 4, "float64": 8}
 ACCUMULATE_TYPE = {"float32": "float", "float64": "double"}
 
@@ -122,7 +124,7 @@ class KernelFacts:
         if variant.direction is Direction.BACKWARD and variant.mode.backward_tile is TileValue.ACCUMULATE:
             stored, stored_bytes = ACCUMULATE_TYPE[dtype.accumulate], ACCUMULATE_BYTES[dtype.accumulate]
         else:
-            stored, stored_bytes = dtype.cuda_value, dtype.bytes
+            stored, stored_bytes = VALUE_TYPE[dtype.bytes], dtype.bytes
         layout = NodeFacts.shared if variant.staging is Staging.SHARED else NodeFacts.direct
         return cls(variant, layout(stored, stored_bytes, variant.rows))
 
@@ -159,7 +161,7 @@ class KernelFacts:
     @property
     def value(self) -> str:
         """Type of one value in global memory."""
-        return self.variant.dtype.cuda_value
+        return VALUE_TYPE[self.variant.dtype.bytes]
 
     @property
     def value_bytes(self) -> int:
@@ -255,8 +257,7 @@ class KernelFacts:
     @property
     def out(self) -> NodeFacts:
         """How the gradients of one input node lie together before they are written."""
-        dtype = self.variant.dtype
-        return NodeFacts.shared(dtype.cuda_value, dtype.bytes, self.rows)
+        return NodeFacts.shared(self.value, self.value_bytes, self.rows)
 
     @property
     def exact_pairs(self) -> bool:

@@ -15,8 +15,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from knnpool_gen.codegen.variant import DType, ModeSpec, PlanTable, TileValue, Variant
-from knnpool_gen.codegen.yaml_source import Faults, Value, read_yaml
+from knnpool_gen.codegen.faults import Faults
+from knnpool_gen.codegen.variant import (
+    PLAN_TABLES,
+    TABLES_OF_WEIGHTS,
+    DType,
+    ModeSpec,
+    PlanTable,
+    TileValue,
+    Variant,
+)
+from knnpool_gen.codegen.yaml_source import Value, read_yaml
 from knnpool_gen.errors import SpecError
 from knnpool_gen.kernel import KernelKey
 from knnpool_gen.vocabulary import Direction, Mode, Staging
@@ -25,11 +34,14 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 AXES = KernelKey._fields
-DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""Names of dtypes become parts of file names and symbols, also where file names ignore case."""
+DTYPE_NAME = re.compile(r"[a-z]+([0-9]+)[a-z0-9_]*")
+"""Names of dtypes, with their size in bits; they become parts of file names and symbols, also where file names ignore
+case."""
 ACCUMULATE = {name: name for name in ("float32", "float64")}
 MAX_BYTES = 8
 MAX_VECTOR = 16
+WIDEST_LOAD = 16
+"""Bytes that one load brings at most."""
 MAX_ROWS = 32
 """Rows of the tallest tile: more leave no shared memory for real tables and no registers for a thread's rows.
 Powers of two alone, so that the values of a node fill whole reads of up to 16 bytes."""
@@ -102,22 +114,36 @@ def _read_dtypes(root: Value | None) -> _Definitions[DType]:
     definitions = _read_definitions(root, "dtypes.yaml", None, _read_dtype)
     for name, at in (definitions.places or {}).items():
         if not DTYPE_NAME.fullmatch(name):
-            at.faults.add(at, f"dtype {name!r} must be named by small letters, digits and underscores")
+            at.fault(f"dtype {name!r} must be named as in torch: small letters, the size in bits, and what follows it")
     return definitions
 
 
 def _read_dtype(name: str, value: Value) -> DType | None:
     what = f"dtype {name!r}"
-    fields = value.fields(what, ("bytes", "cuda_value", "vector", "accumulate"))
+    fields = value.fields(what, ("bytes", "vector", "accumulate"))
     if fields is None:
         return None
-    return DType(
-        name=name,
-        bytes=_power_of_two(fields["bytes"], f"bytes of {what}", MAX_BYTES) or 1,
-        cuda_value=_some_text(fields["cuda_value"], f"cuda_value of {what}", "name a CUDA type") or "",
-        vector=_power_of_two(fields["vector"], f"vector of {what}", MAX_VECTOR) or 1,
-        accumulate=fields["accumulate"].word("accumulate", ACCUMULATE) or "",
-    )
+    size = _power_of_two(fields["bytes"], f"bytes of {what}", MAX_BYTES)
+    vector = _power_of_two(fields["vector"], f"vector of {what}", MAX_VECTOR)
+    accumulate = fields["accumulate"].word("accumulate", ACCUMULATE)
+    if size is None or vector is None or accumulate is None:
+        return None
+    known = DTYPE_NAME.fullmatch(name)
+    if known and known.group(1) != str(8 * size):
+        fields["bytes"].fault(f"bytes of {what} is {size}, but by its name it has {known.group(1)} bits")
+        return None
+    if vector * size > WIDEST_LOAD:
+        fields["vector"].fault(
+            f"vector of {what} must be at most {WIDEST_LOAD // size}, not {vector}: "
+            f"a load brings {WIDEST_LOAD} bytes, a value has {size}"
+        )
+    rule = "float64" if size == MAX_BYTES else "float32"
+    if accumulate != rule:
+        fields["accumulate"].fault(
+            f"accumulate of {what} must be {rule}, not {accumulate}: "
+            f"everything is added in float64 for values of {MAX_BYTES} bytes, otherwise in float32"
+        )
+    return DType(name, size, vector, accumulate, value.place)
 
 
 def _read_modes(root: Value | None) -> _Definitions[ModeSpec]:
@@ -129,18 +155,27 @@ def _read_mode(name: str, value: Value) -> ModeSpec | None:
     fields = value.fields(what, ("aux", "forward_reads", "backward_reads", "backward_tile"))
     if fields is None:
         return None
+    mode = Mode(name)
+    aux = fields["aux"].boolean(f"aux of {what}")
+    if aux is not None and aux != mode.has_winner:
+        right, why = ("true", "its winning slots") if mode.has_winner else ("false", "no winning slot")
+        fields["aux"].fault(f"aux of {what} must be {right}: it has {why}")
     return ModeSpec(
-        mode=Mode(name),
-        aux=bool(fields["aux"].boolean(f"aux of {what}")),
-        forward_reads=_plan_tables(fields["forward_reads"], f"forward_reads of {what}"),
-        backward_reads=_plan_tables(fields["backward_reads"], f"backward_reads of {what}"),
+        mode=mode,
+        aux=mode.has_winner,
+        forward_reads=_plan_tables(fields["forward_reads"], mode, Direction.FORWARD),
+        backward_reads=_plan_tables(fields["backward_reads"], mode, Direction.BACKWARD),
         backward_tile=fields["backward_tile"].word("backward_tile", _words(TileValue)) or TileValue.VALUE,
+        at={"mode": value.place, **{key: field.place for key, field in fields.items()}},
     )
 
 
-def _plan_tables(value: Value, what: str) -> tuple[PlanTable, ...]:
+def _plan_tables(value: Value, mode: Mode, direction: Direction) -> tuple[PlanTable, ...]:
+    what = f"{direction.value}_reads of mode {mode.value!r}"
+    allowed = [table for table in PLAN_TABLES[direction] if mode.takes_weights or table not in TABLES_OF_WEIGHTS]
+    words = {table.value: table for table in allowed}
     items = value.items(what) or []
-    return tuple(_distinct(items, what, lambda item: item.word("plan table", _words(PlanTable))) or ())
+    return tuple(_distinct(items, what, lambda item: item.word(f"{direction.value} table", words)) or ())
 
 
 # --- variants.yaml
@@ -164,10 +199,15 @@ def _read_variants(root: Value | None, dtypes: _Definitions[DType], modes: _Defi
     if len(complete) < len(AXES):
         return []
     keys = [KernelKey(*values) for values in itertools.product(*complete.values())]
+    removed_by: dict[_Half, Value] = {}
     for exclude in excludes:
         if exclude is not None:
-            keys = exclude.apply(keys)
+            kept = exclude.apply(keys)
+            removed_by |= {_half(key): exclude.at for key in keys if key not in kept}
+            keys = kept
     _check_used(complete, keys)
+    if None not in excludes:
+        _check_directions(complete["direction"], keys, removed_by)
     return keys
 
 
@@ -195,7 +235,7 @@ def _axis_readers(dtypes: Mapping[str, Value] | None, modes: Mapping[str, Value]
 
 def _read_axis(items: Sequence[Value] | None, at: Value, axis: str, read: _AxisReader) -> _Axis | None:
     if items is not None and not items:
-        at.faults.add(at, f"{axis} lists nothing")
+        at.fault(f"{axis} lists nothing")
     return _distinct(items, axis, read) if items else None
 
 
@@ -211,7 +251,7 @@ class _Exclude:
         """The keys it leaves."""
         kept = [key for key in keys if not all(getattr(key, axis) in values for axis, values in self.wanted.items())]
         if len(kept) == len(keys):
-            self.at.faults.add(self.at, "this exclude matches no variant that is left; remove it")
+            self.at.fault("this exclude matches no variant that is left; remove it")
         return kept
 
 
@@ -222,7 +262,7 @@ def _read_exclude(item: Value, readers: Mapping[str, _AxisReader]) -> _Exclude |
     _some_text(fields["why"], "why", "say what speaks against these variants")
     named = [axis for axis in AXES if axis in fields]
     if not named:
-        item.faults.add(item, f"exclude names no axis; allowed: {', '.join(AXES)}")
+        item.fault(f"exclude names no axis; allowed: {', '.join(AXES)}")
         return None
     wanted: dict[str, _Axis] = {}
     for axis in named:
@@ -238,7 +278,35 @@ def _check_listed(axis: str, defined: Mapping[str, Value] | None, listed: _Axis 
         return
     for name, at in defined.items():
         if name not in listed:
-            at.faults.add(at, f"{axis} {name!r} is defined here and used by no variant")
+            at.fault(f"{axis} {name!r} is defined here and used by no variant")
+
+
+_Half = tuple[Mode, str, Direction]
+"""What gradients of a mode and dtype take two of."""
+
+
+def _half(key: KernelKey) -> _Half:
+    return key.mode, key.dtype, key.direction
+
+
+def _check_directions(listed: _Axis, keys: Sequence[KernelKey], removed_by: Mapping[_Half, Value]) -> None:
+    """Whatever has a forward needs a backward, and the other way round: both serve one call."""
+    if len(listed) < len(Direction):
+        ((only, at),) = listed.items()
+        missing = next(direction for direction in Direction if direction is not only)
+        at.fault(f"direction lists {only.value} without {missing.value}; a mode and dtype need both")
+        return
+    halves = dict.fromkeys(map(_half, keys))
+    if len({direction for *_, direction in halves}) < len(Direction):
+        return  # that no variant uses one of them is said already
+    for mode, dtype, direction in halves:
+        for missing in Direction:
+            if (mode, dtype, missing) not in halves:
+                at = removed_by[mode, dtype, missing]
+                at.fault(
+                    f"mode {mode.value!r} of dtype {dtype!r} is left with a {direction.value} and no {missing.value}; "
+                    "it needs both",
+                )
 
 
 def _check_used(matrix: Mapping[str, _Axis], keys: Sequence[KernelKey]) -> None:
@@ -246,7 +314,7 @@ def _check_used(matrix: Mapping[str, _Axis], keys: Sequence[KernelKey]) -> None:
         used = {getattr(key, axis) for key in keys}
         for value, at in values.items():
             if value not in used:
-                at.faults.add(at, f"no variant uses {axis} {_shown(value)}: every one is excluded")
+                at.fault(f"no variant uses {axis} {_shown(value)}: every one is excluded")
 
 
 # --- values
@@ -263,7 +331,7 @@ def _distinct(items: Sequence[Value] | None, what: str, read: Callable[[Value], 
         if value is None:
             complete = False
         elif value in found:
-            item.faults.add(item, f"{_shown(value)} stands twice in {what}")
+            item.fault(f"{_shown(value)} stands twice in {what}")
         else:
             found[value] = item
     return found if complete else None
@@ -276,14 +344,14 @@ def _words(enum: type[E]) -> dict[str, E]:
 def _some_text(value: Value, what: str, hint: str) -> str | None:
     text = value.text(what)
     if text is not None and not text.strip():
-        value.faults.add(value, f"{what} is empty; {hint}")
+        value.fault(f"{what} is empty; {hint}")
     return text
 
 
 def _power_of_two(value: Value, what: str, most: int) -> int | None:
     number = value.integer(what)
     if number is not None and (number < 1 or number > most or number & (number - 1)):
-        value.faults.add(value, f"{what} must be a power of two from 1 to {most}, not {number}")
+        value.fault(f"{what} must be a power of two from 1 to {most}, not {number}")
         return None
     return number
 

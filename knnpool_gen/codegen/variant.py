@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
+from knnpool_gen.codegen.faults import Place
 from knnpool_gen.kernel import KernelKey
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
@@ -16,6 +18,15 @@ class PlanTable(str, Enum):
     COUNT = "count"
     WEIGHTS = "weights"
     REV_WEIGHTS = "rev_weights"
+
+
+TABLES_OF_WEIGHTS = frozenset({PlanTable.WEIGHTS, PlanTable.REV_WEIGHTS})
+"""Those that exist only where a call brings weights."""
+PLAN_TABLES = {
+    Direction.FORWARD: (PlanTable.FIRST_SLOT, PlanTable.COUNT, PlanTable.WEIGHTS),
+    Direction.BACKWARD: (PlanTable.COUNT, PlanTable.REV_WEIGHTS),
+}
+"""Those that kernels of a direction can read."""
 
 
 class TileValue(str, Enum):
@@ -34,12 +45,12 @@ class DType:
     name: str
     """torch's name; also names the template piece ``dtypes/<name>.cu.jinja``."""
     bytes: int
-    cuda_value: str
-    """CUDA type that holds the raw bits of a value."""
     vector: int
     """Neighbouring nodes of a row that one load brings."""
     accumulate: str
     """Name of the dtype in which sums run; names ``accumulate/<name>.cu.jinja``."""
+    at: Place = field(compare=False, repr=False)
+    """Where it is defined."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,12 @@ class ModeSpec:
     forward_reads: tuple[PlanTable, ...]
     backward_reads: tuple[PlanTable, ...]
     backward_tile: TileValue
+    at: Mapping[str, Place] = field(compare=False, repr=False)
+    """Where its definition stands (``mode``), and each key of it."""
+
+    def reads(self, direction: Direction) -> tuple[PlanTable, ...]:
+        """The tables of the plan that kernels of ``direction`` read."""
+        return self.forward_reads if direction is Direction.FORWARD else self.backward_reads
 
 
 @dataclass(frozen=True)

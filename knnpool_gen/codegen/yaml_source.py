@@ -1,4 +1,4 @@
-"""YAML with positions: values that know their file and line, and a list that faults are collected in."""
+"""YAML with positions: values that know their file and line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import yaml
 
-from knnpool_gen.errors import SpecError
+from knnpool_gen.codegen.faults import Faults, Place
 
 T = TypeVar("T")
 
@@ -21,47 +21,17 @@ LONGEST = 100
 """Characters of a value that messages show."""
 
 
-@dataclass(order=True, frozen=True)
-class Fault:
-    """One thing that is wrong, and where."""
-
-    file: str
-    line: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.message}"
-
-
-@dataclass
-class Faults:
-    """Everything that is wrong in one run."""
-
-    found: list[Fault] = field(default_factory=list)
-
-    def add(self, at: Value, message: str) -> None:
-        """Note a fault at the position of ``at``."""
-        self.found.append(Fault(at.file, at.line, message))
-
-    def raise_if_any(self) -> None:
-        """Raise one SpecError that names every fault, a line each, sorted by file and line."""
-        if self.found:
-            raise SpecError("\n".join(map(str, sorted(set(self.found)))))
-
-
 @dataclass(frozen=True)
-class Value:
+class Value(Place):
     """A node of a YAML file. Wrong types are noted as faults and read as None."""
 
-    file: str
-    line: int
     node: yaml.Node | None
     faults: Faults
 
     def mapping(self, what: str, allowed: Iterable[str] | None = None) -> dict[Key, Value] | None:
         """Keys and values; keys that are not ``allowed``, or stand twice, are faults."""
         if not isinstance(self.node, yaml.MappingNode) or self.node.tag != MAPPING:
-            self.faults.add(self, f"{what} must be a mapping, not {self._kind()}")
+            self.fault(f"{what} must be a mapping, not {self._kind()}")
             return None
         allowed = None if allowed is None else sorted(allowed)
         result: dict[Key, Value] = {}
@@ -69,16 +39,14 @@ class Value:
         for key_node, value_node in self.node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 key_at = self._at(key_node)
-                self.faults.add(key_at, f"a key of {what} must be a word, not {key_at._kind()}")
+                key_at.fault(f"a key of {what} must be a word, not {key_at._kind()}")
                 continue
             key = Key(key_node.value, self._at(key_node))
             if key.name in lines:
                 first = lines[key.name]
-                self.faults.add(
-                    key.at, f"duplicate key {_shown(key.name)} in {what}; it stands in line {first} already"
-                )
+                key.at.fault(f"duplicate key {_shown(key.name)} in {what}; it stands in line {first} already")
             elif allowed is not None and key.name not in allowed:
-                self.faults.add(key.at, f"unknown key {_shown(key.name)} in {what}; allowed: {', '.join(allowed)}")
+                key.at.fault(f"unknown key {_shown(key.name)} in {what}; allowed: {', '.join(allowed)}")
             else:
                 result[key] = replace(self._at(value_node), line=key.at.line)
             lines.setdefault(key.name, key.at.line)
@@ -93,14 +61,14 @@ class Value:
         values = {key.name: value for key, value in entries.items()}
         for name in required:
             if name not in values:
-                self.faults.add(self, f"{what} lacks the key {name!r}")
+                self.fault(f"{what} lacks the key {name!r}")
                 values[name] = Value(self.file, self.line, None, Faults())  # reported once is enough
         return values
 
     def items(self, what: str) -> list[Value] | None:
         """The values of a list."""
         if not isinstance(self.node, yaml.SequenceNode) or self.node.tag != LIST:
-            self.faults.add(self, f"{what} must be a list, not {self._kind()}")
+            self.fault(f"{what} must be a list, not {self._kind()}")
             return None
         return [self._at(node) for node in self.node.value]
 
@@ -122,9 +90,18 @@ class Value:
         if text is None:
             return None
         if text not in words:
-            self.faults.add(self, f"unknown {what} {_shown(text)}; allowed: {', '.join(words)}")
+            self.fault(f"unknown {what} {_shown(text)}; allowed: {', '.join(words)}")
             return None
         return words[text]
+
+    def fault(self, message: str) -> None:
+        """Note a fault of this value."""
+        self.faults.add(self, message)
+
+    @property
+    def place(self) -> Place:
+        """Where it stands, and nothing else."""
+        return Place(self.file, self.line)
 
     @property
     def is_list(self) -> bool:
@@ -136,7 +113,7 @@ class Value:
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag == tag:
             value = read(self.node.value)
         if value is None:
-            self.faults.add(self, f"{what} must be {wanted}, not {self._kind()}")
+            self.fault(f"{what} must be {wanted}, not {self._kind()}")
         return value
 
     def _at(self, node: yaml.Node) -> Value:

@@ -187,14 +187,15 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         InvalidArgumentError: wrong rank, a negative entry or ``nin``, or a size that is not supported.
     """
     check_table(indices)
-    if indices.is_meta:
-        raise InvalidArgumentError("indices is a meta tensor: the plan of a table depends on its values")
+    check_has_values("indices", indices, "the plan of a table")
     nin = _checked_nin(nin)
     k, nout = indices.shape
     for name, size in (("K * Nout", k * nout), ("Nin", nin)):
         if size > MAX_INT32:
             raise InvalidArgumentError(f"{name} = {size} is not supported, at most {MAX_INT32}")
     device = indices.device if device is None else resolve_device(device)
+    if device.type == "meta":
+        raise InvalidArgumentError("device = 'meta': a plan consists of values, which nothing there has")
 
     table = indices.to(device, torch.int64)
     if indices.dtype is torch.uint64:
@@ -304,8 +305,15 @@ def ensure_pool_metadata(layer: object, device: DeviceLike | None = None) -> Poo
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """Return what a tensor made on ``device`` says of itself: ``cuda:<current>`` for ``cuda``."""
-    device = torch.device(device)
+    """Return what a tensor made on ``device`` says of itself: ``cuda:<current>`` for ``cuda``.
+
+    Raises:
+        InvalidArgumentError: no such device.
+    """
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device = {device!r}: {error}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.empty(0, device=device).device if device.index is None else device
@@ -325,6 +333,12 @@ def table_of(layer: object) -> tuple[Tensor, int]:
             raise UnsupportedTypeError(f"{kind} has neither knn_pad_token_val nor in_coords to say what Nin is")
         nin = coordinates.shape[0]
     return indices, _checked_nin(nin)
+
+
+def check_has_values(name: str, tensor: Tensor, why: str) -> None:
+    """Raise for a meta tensor; ``why`` says what depends on the values that it lacks."""
+    if tensor.is_meta:
+        raise InvalidArgumentError(f"{name} is a meta tensor: {why} depends on its values")
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from knnpool_gen.errors import InvalidArgumentError, UnsupportedTypeError
 from knnpool_gen.runtime import capture
-from knnpool_gen.runtime.plan import PoolMeta, check_dense
+from knnpool_gen.runtime.plan import PoolMeta, check_dense, check_has_values
 from knnpool_gen.runtime.table_cache import TableCache
 
 EPSILON = 1e-8
@@ -40,7 +40,7 @@ def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> Pool
 
     Raises:
         UnsupportedTypeError: ``weights`` is no floating-point tensor.
-        InvalidArgumentError: its shape is not that of the table, or it wants a gradient.
+        InvalidArgumentError: its shape is not that of the table, it wants a gradient, or it is a meta tensor.
     """
     check_weights(weights, meta.k, meta.nout)
     with _lock:
@@ -48,7 +48,7 @@ def prepare_weights(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> Pool
     return tables.get(weights, dtype, lambda: _derive(meta, weights, dtype))
 
 
-def check_weights(weights: Tensor, k: int, nout: int) -> None:
+def check_weights(weights: object, k: int, nout: int) -> None:
     """Check what a look at weights tells, for a table ``[k, nout]``; raises as :func:`prepare_weights`."""
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
@@ -69,6 +69,7 @@ def clear_weights() -> None:
 @capture.built_apart
 @torch.no_grad()
 def _derive(meta: PoolMeta, weights: Tensor, dtype: torch.dtype) -> PoolWeights:
+    check_has_values("weights", weights, "what is made of it")
     table = weights.to(meta.device, dtype).masked_fill(meta.indices >= meta.nin, 0).contiguous()
     size = table.new_zeros(meta.nout)
     for row in table:  # slots ascending, as the kernels add

@@ -24,7 +24,7 @@ from knnpool_gen.codegen.outputs import Outputs, banner
 from knnpool_gen.codegen.render import Renderer
 from knnpool_gen.codegen.spec import Specs, load_specs
 from knnpool_gen.codegen.variant import Variant
-from knnpool_gen.errors import InvalidArgumentError
+from knnpool_gen.errors import InvalidArgumentError, SpecError
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import Kernel, KernelKey
 from knnpool_gen.runtime.compile import compile_source
@@ -244,7 +244,7 @@ def test_the_dispatch_table_says_what_the_generator_decided(specs: Specs, output
 
 # --- templates with faults
 
-MISSING = ["modes/sum.cu.jinja", "dtypes/float16.cu.jinja", "forward_direct.cu.jinja", "init.py.jinja"]
+MISSING = ["_common.cu.jinja", "forward_direct.cu.jinja", "init.py.jinja"]
 MAX = "modes/max.cu.jinja"
 FORWARD = "forward_shared.cu.jinja"
 
@@ -273,9 +273,11 @@ def test_a_missing_template(templates: Path, refusal: Callable[[], str], name: s
     assert refusal() == f"template {name} is missing from {templates}"
 
 
-def test_a_missing_folder_of_templates(templates: Path, refusal: Callable[[], str]) -> None:
+def test_a_missing_folder_of_templates(templates: Path, specs: Specs) -> None:
     shutil.rmtree(templates)
-    assert refusal() == f"template {FORWARD} is missing from {templates}"
+    with pytest.raises(InvalidArgumentError) as caught:
+        Renderer(templates).outputs(specs.variants)
+    assert str(caught.value) == f"there is no folder of templates {templates}"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_a_missing_folder_of_templates(templates: Path, refusal: Callable[[], st
         (FORWARD, "{{ nothing }}", "'nothing' is undefined"),
         ("dispatch.py.jinja", "{{ kernels[0].name }}", "'tuple object' has no attribute 'name'"),
         (FORWARD, "{{ kernel.colour }}", "'knnpool_gen.codegen.facts.KernelFacts object' has no attribute 'colour'"),
-        (FORWARD, "{{ mode.colour() }}", "'jinja2.environment.TemplateModule object' has no attribute 'colour'"),
+        (FORWARD, "{{ mode.colour() }}", "modes/max.cu.jinja has no macro 'colour'"),
         (FORWARD, "{{ common.shape(kernel, 1) }}", "macro 'shape' takes not more than 1 argument(s)"),
         (FORWARD, "{{ kernel.name + 1 }}", 'can only concatenate str (not "int") to str'),
         (FORWARD, "{{ kernel.rows // 0 }}", "integer division or modulo by zero"),
@@ -382,15 +384,18 @@ def assert_compiles(variant: Variant, templates: Path) -> None:
 def test_a_dtype_takes_an_entry_and_a_piece(templates: Path, tmp_path: Path) -> None:
     folder = copy(folders.specs(), tmp_path / "specs")
     with (folder / "dtypes.yaml").open("a") as file:
-        file.write("\nfixed32: {bytes: 4, cuda_value: int, vector: 2, accumulate: float32}\n")
+        file.write("\nfixed32: {bytes: 4, vector: 2, accumulate: float32}\n")
     replace(folder / "variants.yaml", "float32, float64]\n", "float32, float64, fixed32]\n")
     specs = load_specs(folder)
     new = {variant.name: variant for variant in specs.variants if variant.dtype.name == "fixed32"}
     assert len(new) == math.prod(len(values) for axis, values in AXES.items() if axis != "dtype")
 
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(SpecError) as caught:
         Renderer(templates).outputs(specs.variants)
-    assert str(caught.value) == f"template dtypes/fixed32.cu.jinja is missing from {templates}"
+    number = (folder / "dtypes.yaml").read_text().count("\n")
+    assert str(caught.value) == (
+        f"specs/dtypes.yaml:{number}: dtype 'fixed32' has no template: write templates/dtypes/fixed32.cu.jinja"
+    )
 
     piece = (templates / "dtypes" / "float32.cu.jinja").read_text()
     (templates / "dtypes" / "fixed32.cu.jinja").write_text(piece)

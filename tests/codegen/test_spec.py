@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from knnpool_gen import folders
+from knnpool_gen.codegen.faults import Place
 from knnpool_gen.codegen.spec import Specs, load_specs
 from knnpool_gen.codegen.variant import DType, ModeSpec, PlanTable, TileValue, Variant
 from knnpool_gen.errors import SpecError
@@ -19,8 +20,8 @@ from knnpool_gen.kernel import KernelKey
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 DTYPES = """\
-float16: {bytes: 2, cuda_value: unsigned short, vector: 4, accumulate: float32}
-float32: {bytes: 4, cuda_value: unsigned, vector: 2, accumulate: float32}
+float16: {bytes: 2, vector: 4, accumulate: float32}
+float32: {bytes: 4, vector: 2, accumulate: float32}
 """
 MODES = """\
 max: {aux: true, forward_reads: [first_slot], backward_reads: [], backward_tile: value}
@@ -35,10 +36,11 @@ matrix:
   rows: [1, 2]
 """
 
-FLOAT16 = DType("float16", 2, "unsigned short", 4, "float32")
-FLOAT32 = DType("float32", 4, "unsigned", 2, "float32")
-MAX = ModeSpec(Mode.MAX, True, (PlanTable.FIRST_SLOT,), (), TileValue.VALUE)
-AVG = ModeSpec(Mode.AVG, False, (PlanTable.COUNT,), (PlanTable.COUNT,), TileValue.ACCUMULATE)
+ANYWHERE = Place("specs/some.yaml", 1)
+FLOAT16 = DType("float16", 2, 4, "float32", ANYWHERE)
+FLOAT32 = DType("float32", 4, 2, "float32", ANYWHERE)
+MAX = ModeSpec(Mode.MAX, True, (PlanTable.FIRST_SLOT,), (), TileValue.VALUE, {})
+AVG = ModeSpec(Mode.AVG, False, (PlanTable.COUNT,), (PlanTable.COUNT,), TileValue.ACCUMULATE, {})
 
 Load = Callable[..., Specs]
 
@@ -87,7 +89,7 @@ def test_a_small_spec_gives_exactly_its_variants(load: Load) -> None:
     variants = """\
 matrix: {direction: [backward, forward], mode: [max, avg], dtype: [float32, float16], staging: [shared], rows: [2]}
 exclude:
-  - {direction: backward, dtype: [float16, float32], mode: avg, why: for the test}
+  - {dtype: float16, mode: avg, why: for the test}
 """
     specs = load(variants=variants)
     assert specs.dtypes == (FLOAT16, FLOAT32)
@@ -95,10 +97,10 @@ exclude:
     assert specs.variants == (
         Variant(Direction.BACKWARD, MAX, FLOAT32, Staging.SHARED, 2),
         Variant(Direction.BACKWARD, MAX, FLOAT16, Staging.SHARED, 2),
+        Variant(Direction.BACKWARD, AVG, FLOAT32, Staging.SHARED, 2),
         Variant(Direction.FORWARD, MAX, FLOAT32, Staging.SHARED, 2),
         Variant(Direction.FORWARD, MAX, FLOAT16, Staging.SHARED, 2),
         Variant(Direction.FORWARD, AVG, FLOAT32, Staging.SHARED, 2),
-        Variant(Direction.FORWARD, AVG, FLOAT16, Staging.SHARED, 2),
     )
 
 
@@ -132,18 +134,20 @@ def test_rows_16_takes_nothing_but_yaml(load: Load) -> None:
 
 def test_modes_stagings_and_dtypes_to_come_have_room_in_the_model(load: Load) -> None:
     specs = load(
-        dtypes="float64: {bytes: 8, cuda_value: unsigned long long, vector: 1, accumulate: float64}\n",
+        dtypes="float64: {bytes: 8, vector: 1, accumulate: float64}\n",
         modes="""\
 sum: {aux: false, forward_reads: [], backward_reads: [], backward_tile: value}
 weighted: {aux: false, forward_reads: [], backward_reads: [], backward_tile: value}
 """,
         variants="""\
-matrix: {direction: [forward], mode: [sum, weighted], dtype: [float64], staging: [direct], rows: [1]}
+matrix: {direction: [forward, backward], mode: [sum, weighted], dtype: [float64], staging: [direct], rows: [1]}
 """,
     )
     assert [variant.name for variant in specs.variants] == [
         "knnpool_forward_sum_float64_direct_r1",
         "knnpool_forward_weighted_float64_direct_r1",
+        "knnpool_backward_sum_float64_direct_r1",
+        "knnpool_backward_weighted_float64_direct_r1",
     ]
 
 
@@ -238,7 +242,7 @@ def test_a_file_that_is_not_what_it_should_be(faults: Faults, text: str | bytes,
             "vektor: 2",
             [
                 "2: dtype 'float32' lacks the key 'vector'",
-                "2: unknown key 'vektor' in dtype 'float32'; allowed: accumulate, bytes, cuda_value, vector",
+                "2: unknown key 'vektor' in dtype 'float32'; allowed: accumulate, bytes, vector",
             ],
         ),
         ("bytes: 4", "bytes: true", ["2: bytes of dtype 'float32' must be an integer, not 'true'"]),
@@ -246,15 +250,28 @@ def test_a_file_that_is_not_what_it_should_be(faults: Faults, text: str | bytes,
         ("bytes: 4", "bytes: 3", ["2: bytes of dtype 'float32' must be a power of two from 1 to 8, not 3"]),
         ("vector: 2", "vector: 32", ["2: vector of dtype 'float32' must be a power of two from 1 to 16, not 32"]),
         ("vector: 2", "vector:", ["2: vector of dtype 'float32' must be an integer, not nothing"]),
-        ("unsigned,", "7,", ["2: cuda_value of dtype 'float32' must be a string, not '7'"]),
-        ("unsigned,", "' ',", ["2: cuda_value of dtype 'float32' is empty; name a CUDA type"]),
+        ("bytes: 4", "bytes: 8", ["2: bytes of dtype 'float32' is 8, but by its name it has 32 bits"]),
+        ("bytes: 4", "bytes: 2", ["2: bytes of dtype 'float32' is 2, but by its name it has 32 bits"]),
         (
-            "unsigned, vector: 2, accumulate: float32",
-            "unsigned, vector: 2, accumulate: float16",
+            "vector: 2",
+            "vector: 8",
+            ["2: vector of dtype 'float32' must be at most 4, not 8: a load brings 16 bytes, a value has 4"],
+        ),
+        (
+            "vector: 2, accumulate: float32",
+            "vector: 2, accumulate: float64",
+            [
+                "2: accumulate of dtype 'float32' must be float32, not float64: everything is added in float64 "
+                "for values of 8 bytes, otherwise in float32"
+            ],
+        ),
+        (
+            "vector: 2, accumulate: float32",
+            "vector: 2, accumulate: float16",
             ["2: unknown accumulate 'float16'; allowed: float32, float64"],
         ),
         (
-            "{bytes: 4, cuda_value: unsigned, vector: 2, accumulate: float32}",
+            "{bytes: 4, vector: 2, accumulate: float32}",
             "4",
             ["2: dtype 'float32' must be a mapping, not '4'"],
         ),
@@ -278,10 +295,11 @@ def test_faults_of_dtypes(faults: Faults, old: str, new: str, messages: list[str
     assert (unused in found) == ("duplicate key 'float16'" not in messages[0])
 
 
-@pytest.mark.parametrize("name", ["../float16", "Float16", "16", "float 16"])
+@pytest.mark.parametrize("name", ["../float16", "Float16", "16", "float 16", "half"])
 def test_the_name_of_a_dtype_can_be_part_of_a_file_name(faults: Faults, name: str) -> None:
     assert faults(dtypes=DTYPES.replace("float16", f'"{name}"'), variants=VARIANTS.replace("float16", f'"{name}"')) == [
-        f"specs/dtypes.yaml:1: dtype {name!r} must be named by small letters, digits and underscores"
+        f"specs/dtypes.yaml:1: dtype {name!r} must be named as in torch: small letters, the size in bits, and what "
+        "follows it"
     ]
 
 
@@ -292,7 +310,23 @@ def test_the_name_of_a_dtype_can_be_part_of_a_file_name(faults: Faults, name: st
     ("old", "new", "message"),
     [
         ("true", "1", "1: aux of mode 'max' must be true or false, not '1'"),
-        ("[first_slot]", "[first]", "1: unknown plan table 'first'; allowed: first_slot, count, weights, rev_weights"),
+        ("true", "false", "1: aux of mode 'max' must be true: it has its winning slots"),
+        ("aux: false", "aux: true", "2: aux of mode 'avg' must be false: it has no winning slot"),
+        (
+            "[first_slot]",
+            "[first]",
+            "1: unknown forward table 'first'; allowed: first_slot, count",
+        ),
+        (
+            "[first_slot]",
+            "[weights]",
+            "1: unknown forward table 'weights'; allowed: first_slot, count",
+        ),
+        (
+            "backward_reads: []",
+            "backward_reads: [first_slot]",
+            "1: unknown backward table 'first_slot'; allowed: count",
+        ),
         ("[first_slot]", "first_slot", "1: forward_reads of mode 'max' must be a list, not 'first_slot'"),
         ("[first_slot]", "[count, count]", "1: 'count' stands twice in forward_reads of mode 'max'"),
         ("tile: value", "tile: values", "1: unknown backward_tile 'values'; allowed: value, accumulate"),
@@ -421,6 +455,60 @@ def test_a_faulty_matrix_is_not_blamed_on_excludes(faults: Faults) -> None:
     assert faults(variants=variants) == ["specs/variants.yaml:6: rows must be an integer, not 'two'"]
 
 
+# --- both directions
+
+
+@pytest.mark.parametrize(("listed", "missing"), [("forward", "backward"), ("backward", "forward")])
+def test_a_matrix_of_one_direction(faults: Faults, listed: str, missing: str) -> None:
+    assert faults(variants=VARIANTS.replace("[forward, backward]", f"[{listed}]")) == [
+        f"specs/variants.yaml:2: direction lists {listed} without {missing}; a mode and dtype need both"
+    ]
+
+
+def test_an_exclude_that_takes_one_direction_of_a_mode_and_dtype(faults: Faults) -> None:
+    excludes = """\
+exclude:
+  - {mode: max, rows: 2, why: harmless}
+  - {direction: backward, mode: max, dtype: float16, why: x}
+  - {direction: forward, dtype: float32, rows: 1, why: leaves the tall ones of avg}
+"""
+    assert faults(variants=VARIANTS + excludes) == [
+        "specs/variants.yaml:9: mode 'max' of dtype 'float16' is left with a forward and no backward; it needs both",
+        "specs/variants.yaml:10: mode 'max' of dtype 'float32' is left with a backward and no forward; it needs both",
+    ]
+
+
+def test_excludes_may_take_the_directions_of_a_mode_and_dtype_one_after_the_other(load: Load) -> None:
+    excludes = """\
+exclude:
+  - {direction: backward, mode: max, dtype: float16, why: x}
+  - {direction: forward, mode: max, dtype: float16, why: y}
+"""
+    specs = load(variants=VARIANTS + excludes)
+    assert {(variant.mode.mode.value, variant.dtype.name) for variant in specs.variants} == {
+        ("max", "float32"),
+        ("avg", "float16"),
+        ("avg", "float32"),
+    }
+
+
+def test_a_direction_that_nothing_is_left_of_is_reported_once(faults: Faults) -> None:
+    assert faults(variants=f"{VARIANTS}exclude:\n  - {{direction: backward, why: x}}\n") == [
+        "specs/variants.yaml:2: no variant uses direction 'backward': every one is excluded"
+    ]
+
+
+def test_an_exclude_that_cannot_be_read_is_not_blamed_twice(faults: Faults) -> None:
+    excludes = """\
+exclude:
+  - {direction: backward, mode: max, dtype: float16, why: x}
+  - {direction: forward, mode: max, dtype: float15, why: y}
+"""
+    assert faults(variants=VARIANTS + excludes) == [
+        "specs/variants.yaml:9: unknown dtype 'float15'; allowed: float16, float32"
+    ]
+
+
 # --- together
 
 
@@ -431,7 +519,7 @@ def test_all_faults_of_all_files_are_reported_together_in_order(faults: Faults) 
         variants=VARIANTS.replace("[1, 2]", "[1, 3]").replace("shared", "shelf") + "exclude:\n  - {rows: 1}\n",
     ) == [
         "specs/dtypes.yaml:1: bytes of dtype 'float16' must be an integer, not 'two'",
-        "specs/modes.yaml:1: unknown plan table 'last_slot'; allowed: first_slot, count, weights, rev_weights",
+        "specs/modes.yaml:1: unknown forward table 'last_slot'; allowed: first_slot, count",
         "specs/modes.yaml:2: aux of mode 'avg' must be true or false, not 'maybe'",
         "specs/variants.yaml:5: unknown staging 'shelf'; allowed: shared, direct",
         "specs/variants.yaml:6: rows must be a power of two from 1 to 32, not 3",

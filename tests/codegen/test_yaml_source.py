@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from knnpool_gen.codegen.yaml_source import Faults, Value, read_yaml
+from knnpool_gen.codegen.faults import Faults
+from knnpool_gen.codegen.yaml_source import Value, read_yaml
 from knnpool_gen.errors import SpecError
 
 

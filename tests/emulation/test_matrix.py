@@ -5,17 +5,25 @@ The matrix is the dispatch table itself: a variant added to the specs is tested 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from knnpool_gen.emulator import Sanitizer
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import KernelKey
+from knnpool_gen.reference import reference_backward
+from knnpool_gen.runtime.aux_layout import AuxLayout, unblock_aux
 from knnpool_gen.verification import calls, verify_kernel
 from knnpool_gen.verification.emulated import EmulatedBackend
 from knnpool_gen.verification.tables import Table, small_tables
-from knnpool_gen.vocabulary import Staging
+from knnpool_gen.vocabulary import Direction, Mode, Staging
 from tables import real_tables, wide_tables
+
+
+def is_max_backward(key: KernelKey) -> bool:
+    return key.mode is Mode.MAX and key.direction is Direction.BACKWARD
 
 
 def by_name(key: KernelKey) -> str:
@@ -84,6 +92,25 @@ def test_is_clean_under_sanitizers(sanitized_key: KernelKey, sanitizer: Sanitize
     verdict = verify_kernel(sanitized_key, KERNELS[sanitized_key], EmulatedBackend(sanitizer), given)
 
     assert verdict.faults == ()
+
+
+@pytest.mark.parametrize("key", [key for key in short_and_tall() if is_max_backward(key)], ids=by_name)
+def test_a_slot_that_holds_nothing_gives_no_gradient(key: KernelKey) -> None:
+    """Of every other output the slot is one that the table does not have: as if its gradient were zero."""
+    given = []
+    for call in calls(key, _small_but_varied()):
+        odd = torch.arange(call.meta.nout) % 2 == 1
+        grad_y, aux = call.inputs["grad_y"], call.inputs["aux"]
+        blocks = call.layout is AuxLayout.BLOCKS
+        slots = unblock_aux(aux, grad_y.shape) if blocks else aux
+        grad_x = reference_backward(call.meta, grad_y.masked_fill(odd, 0), slots, call.reduction)
+        forged = aux.masked_fill(odd[:, None] if blocks else odd, 254)
+        given.append(replace(call, inputs={"grad_y": grad_y, "aux": forged}, expected={"grad_x": grad_x}))
+
+    verdict = verify_kernel(key, KERNELS[key], EmulatedBackend(Sanitizer.ADDRESS), given)
+
+    assert verdict.faults == ()
+    assert verdict.cases > 20
 
 
 def _small_but_varied() -> list[Table]:
