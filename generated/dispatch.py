@@ -10,7 +10,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float16_shared_r1",
         file="cuda/knnpool_forward_max_float16_shared_r1.cu",
-        sha256="c5cb6a7ead11b5750f3d5e3a02328e3e7c197f40af3e9866e68539567d722a81",
+        sha256="a7a9163bbed7dcfbf4d34d824df0cba1eb8a632ccca35e51d517207659f51ab3",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -25,7 +25,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float16_shared_r2",
         file="cuda/knnpool_forward_max_float16_shared_r2.cu",
-        sha256="bb131c46fd9b1b49693730b84f314bb3b37189e9bae25633faa6aacf20df1774",
+        sha256="16370653b33d458c54bb23b5fa67a47f5a7948514631197b1d0abace2746e320",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -40,7 +40,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_float16_shared_r4",
         file="cuda/knnpool_forward_max_float16_shared_r4.cu",
-        sha256="90665b106df76df48c58d12fd275688c0041538c86e3cb3690f1a39be911bd66",
+        sha256="811c0f65c574f96e784f2ffa74f0c688dd2fb155482d66cd3c3b7c7c043e9f53",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -55,7 +55,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_float16_shared_r8",
         file="cuda/knnpool_forward_max_float16_shared_r8.cu",
-        sha256="9ec0cbbe482e0c83e570ca020c2887920e0949418742bece1d9ab3cd5c798c6e",
+        sha256="40f379234b3d0594528cdb917f3687627fd62cf7ad9975750e46f6b1a4eee8cb",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -70,7 +70,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float16_direct_r1",
         file="cuda/knnpool_forward_max_float16_direct_r1.cu",
-        sha256="c990ecce997ee2b32a9b44f47ba8bc4425961b6b250fb89be097950e67a69302",
+        sha256="b178fdc4c1a0b77efbc328e960aaf0247fa20e98e6730731fbe8d8beb89186ea",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -85,7 +85,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_float16_direct_r4",
         file="cuda/knnpool_forward_max_float16_direct_r4.cu",
-        sha256="5a5007ef6bbb3665b8d17bbd920370f024eab24e92022ad0cd96da6ca664b849",
+        sha256="b653476052a51d177763936aa299fc0a0c140fc0cc6fd2fbac090cb1f548d553",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -100,7 +100,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r1",
         file="cuda/knnpool_forward_max_bfloat16_shared_r1.cu",
-        sha256="cd849566dd34a8c9ac19993754c2bdf0b427bb2829ffb1abd039eaeaa4ae7114",
+        sha256="3a6a9a1874ed951a73c3b19370c6da29b46a0b6c6b377dfd7437455e2aec9459",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -115,7 +115,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r2",
         file="cuda/knnpool_forward_max_bfloat16_shared_r2.cu",
-        sha256="2d909d430175ad45bb481d714487a6c7c3fc983a9eb9b6fad204f7d815d6714d",
+        sha256="8342961d6bbed4af8c4f3f9c7a93eab950e34c512c79a90d4c6f7dc5debbf361",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -130,7 +130,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r4",
         file="cuda/knnpool_forward_max_bfloat16_shared_r4.cu",
-        sha256="07e32a837f764da9d4577fc4453d86803ec2de26a9581eec5a39aa0397a0d82c",
+        sha256="3651c33cda482be17c87add93c954a226e9b64f33e3a5dbc051e2e1e01e801d9",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -145,7 +145,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_bfloat16_shared_r8",
         file="cuda/knnpool_forward_max_bfloat16_shared_r8.cu",
-        sha256="e32ff9a84289a263c458446d5b7504fa2b7c4486a2c628be5919724f66704a4a",
+        sha256="0efa2083c446023b9df3304586b381cbe7726247e0414e510f76f55f94894a29",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=32767,
@@ -160,7 +160,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_bfloat16_direct_r1",
         file="cuda/knnpool_forward_max_bfloat16_direct_r1.cu",
-        sha256="6585a82bba0493152d6f6bf31e8999dbcfc2cba6e6dd9fcbee5b7b5104da8c07",
+        sha256="533f193adc0ac21c9b836a8e41f94e7461c324d4b008dc693dabce2d8f0491b3",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -175,7 +175,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_bfloat16_direct_r4",
         file="cuda/knnpool_forward_max_bfloat16_direct_r4.cu",
-        sha256="1b7de7228f045c5b68d1079252328c3bae09385aca2b64b3fda1d7d934dda1f7",
+        sha256="71e2e0a5d526a87894d676ce5018a3a27a39ec2d5efd47b3b1dd14a551252c90",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -190,7 +190,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float32_shared_r1",
         file="cuda/knnpool_forward_max_float32_shared_r1.cu",
-        sha256="03bec5249d2d72d54826849f0ca390854481f6fccc61d5bd7090bb8cacb083b5",
+        sha256="a314c762689d4ca9e661b8b0e5b381cffcb3b9a4197de25b91c3810448776ada",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -205,7 +205,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float32_shared_r2",
         file="cuda/knnpool_forward_max_float32_shared_r2.cu",
-        sha256="a5a1c6a19dc46d8aeb1d997d18898c771d42c772c525a1bb1bb12eb42d579547",
+        sha256="e39ca796cb34513fd5e336746388e447379d8afc56cd76db67f15193ab36da0d",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -220,7 +220,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_max_float32_shared_r4",
         file="cuda/knnpool_forward_max_float32_shared_r4.cu",
-        sha256="4a223e223184470a476b4864fcee575af307a8bcedde06b8a9f48f38cddf9501",
+        sha256="f32d3232708c9032abae6a9361b688dbd7eea83074d4dbf60c6b490c7f038217",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -235,7 +235,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_max_float32_shared_r8",
         file="cuda/knnpool_forward_max_float32_shared_r8.cu",
-        sha256="5c7219540d637f934159b430d7ee2f1608c481726456cf8267040f6d549afffc",
+        sha256="96f7dd3cd9f8077c53cc74fcfe9e7c0fb51534bb449ae784f59e2098935a686e",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -250,7 +250,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float32_direct_r1",
         file="cuda/knnpool_forward_max_float32_direct_r1.cu",
-        sha256="0f69839931aad854ec41463a84afbca4383bbdc114de6febd54e42a21d83f0ef",
+        sha256="f7dbf622561683e7a400dfb9d90a53d7f4e0f29c9e0f926a5e571304bb64f920",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -265,7 +265,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_max_float32_direct_r4",
         file="cuda/knnpool_forward_max_float32_direct_r4.cu",
-        sha256="0b193ec23bc574267678cc24c098e3ecdaeaf960d8e3b6096f3e00cebc7c5c75",
+        sha256="509e981d783980e307e54bac304dea3d970d5e1b1a3796be78693ccec099c215",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -280,7 +280,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_max_float64_shared_r1",
         file="cuda/knnpool_forward_max_float64_shared_r1.cu",
-        sha256="c2cb31204f33424726c03b51e4641bb130f1093059ffa46fea4c6a45e6462cf2",
+        sha256="e5f223e3e01efce38a5820a3b47a74a61c78abb347f2f20424899498abc1dfc4",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -295,7 +295,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_max_float64_shared_r2",
         file="cuda/knnpool_forward_max_float64_shared_r2.cu",
-        sha256="165d0c402afab55e350417f75a8d58a4aac0a686eda564cf5484a69c972554fa",
+        sha256="31d17a1b70ee93db1616e5fd7c2bad39732c8653a96da9425be1fa12faa71856",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX", "KNNPOOL_AUX_BLOCKED"),
         max_k=None,
@@ -310,7 +310,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_max_float64_direct_r1",
         file="cuda/knnpool_forward_max_float64_direct_r1.cu",
-        sha256="c4678ef8e800626ddd65006cc0230d9e5568cff4d4cf877d36d8a4bfcdba3ac3",
+        sha256="525830e4b231e69bdd285de5c78ff8dd242d535eaa5f87de1e57e304b78aa825",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -325,7 +325,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.MAX, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_max_float64_direct_r2",
         file="cuda/knnpool_forward_max_float64_direct_r2.cu",
-        sha256="d25febc5ba437001a65f68edd89c69d9c70c3fc134110044ad20b2f4e3c211ad",
+        sha256="dd031af083e5c527eef7ebc1521ca877aebcd047c1e1235912f8be9b1e3ba8b9",
         arguments=("x", "indices", "first_slot", "y", "aux", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_AUX"),
         max_k=None,
@@ -340,7 +340,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float16_shared_r1",
         file="cuda/knnpool_forward_avg_float16_shared_r1.cu",
-        sha256="a2cec2e072aab281fd99be0d711566e1930c647af00ae1a7ba0cd7d28856a975",
+        sha256="c4e7bce35ba848d293f4aec9ecf610d7565a3aa1174a534ab8e789aa9bbad457",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -355,7 +355,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float16_shared_r2",
         file="cuda/knnpool_forward_avg_float16_shared_r2.cu",
-        sha256="cf68105dcbe96e20593ae4e83bbff3d9cb424abc09eef7f2b9f55065ec749f41",
+        sha256="3f477727db571100e3d0bcaa92b97470b127445579613f7ca2ef93c7cdd5be9e",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -370,7 +370,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_float16_shared_r4",
         file="cuda/knnpool_forward_avg_float16_shared_r4.cu",
-        sha256="fcd22e7e319ad470403318e2a6cbb7b3575bd996f9f1e52c9a7d1bef5f030adc",
+        sha256="bf86e24cbde1fe0d24c5ebf7079f6040f3557c8599097a69ead60eae92c298eb",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -385,7 +385,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_float16_shared_r8",
         file="cuda/knnpool_forward_avg_float16_shared_r8.cu",
-        sha256="e80502a9c76c993a7e5eba989e69a8bbaaa5683f50d7caae3d0b92fbf1bed7bd",
+        sha256="ec3cbf0c0a933e74bab2a8bc180c39a283f7601cef29d3ea96cf2856e6dc8207",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -400,7 +400,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float16_direct_r1",
         file="cuda/knnpool_forward_avg_float16_direct_r1.cu",
-        sha256="eca1ccf10379d9a67b1d122d3c4763d9da3e2ba9224d6869fd17c329e604950a",
+        sha256="c103729aec2cbe4eeb376018ab0a16d6924ebfafe722e5de5afd841fa101a33a",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -415,7 +415,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_float16_direct_r4",
         file="cuda/knnpool_forward_avg_float16_direct_r4.cu",
-        sha256="7bcff24724bf3f99570c6679d0db87abc4452b880317d71aeba5f7d1e01806f3",
+        sha256="9e462344383961c8a0fe296c4a59c0e13aed19b58dab1969b8088ba6c656203c",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -430,7 +430,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r1.cu",
-        sha256="56aaab32cdd59a6fdc14a9d3e8d254836315e583db9116e8359300f81f456d32",
+        sha256="ab9d950cd42f2382cfd9db4e8f0fda3b1585ff7d6d7bccc7ad75d0e00536ddff",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -445,7 +445,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r2.cu",
-        sha256="15fbad1d08f2c4787cbddb88b4c6033bd6321b0a2db64ffa0d872a3fc8e28e06",
+        sha256="b25b38121abdcca135ba9bc092f86f6d7d3c8d23df12dfab0a47705112f34dad",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -460,7 +460,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r4.cu",
-        sha256="352f230c6dc353d88ef324f94962e2a2988afc48bc9721bd7f7df5ed0da5e677",
+        sha256="f2742831dae1c21c71896858983efc9d56da9128e7656a11fa2a32dd5af71491",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -475,7 +475,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r8",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r8.cu",
-        sha256="3c6314efda77250ea1135f1f03cee03730ac802a0a2f0cd3f18f09950f283026",
+        sha256="7f9da934ea76f0bf0ed878fd242915b618b1c84c5cda46f0d120524a02027d19",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -490,7 +490,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_direct_r1",
         file="cuda/knnpool_forward_avg_bfloat16_direct_r1.cu",
-        sha256="d8d6e2c06973e4d3a73fd66d36f9770022faaeb37250a1af21e576198733f3c6",
+        sha256="c59a2ff09995081e272d32ab971dd351c9324a0f06898689443f3115caab533e",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -505,7 +505,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_bfloat16_direct_r4",
         file="cuda/knnpool_forward_avg_bfloat16_direct_r4.cu",
-        sha256="1664cfe0e102f0883a0168d9e9e786f292ea416118db33a248056e2bfff99453",
+        sha256="5a3a6ffe40e3fc839d7e91a875493f417cc7cd03148f1b040e513ab4ac921f15",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -520,7 +520,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float32_shared_r1",
         file="cuda/knnpool_forward_avg_float32_shared_r1.cu",
-        sha256="9552f8e1092dea89f1c7a430b13ed17cfb6491565acc3bd8ee10227615ef3346",
+        sha256="7e8d11985fcd616778dd799aea334851d3b26c0f56e87aa066cc3f0f28625ccd",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -535,7 +535,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float32_shared_r2",
         file="cuda/knnpool_forward_avg_float32_shared_r2.cu",
-        sha256="ba8bcbb011abecf8bbeb3342e038d7b1eb3078fb3a7d7f1518d320edd68ee74c",
+        sha256="1cb8a7cc9cff6924464e995004201d617b9d0ef955a2bc2a90cbd15ae29f0bc2",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -550,7 +550,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_float32_shared_r4",
         file="cuda/knnpool_forward_avg_float32_shared_r4.cu",
-        sha256="82d0db7f6d391a070d59361b08dd2827d76c78743f33ff9660161d1a6d512857",
+        sha256="b7dbbe08687508c7235c8c97b8e59bfa27748c4967f50ed0d26808a5e8778b2c",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -565,7 +565,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_avg_float32_shared_r8",
         file="cuda/knnpool_forward_avg_float32_shared_r8.cu",
-        sha256="a634e8a752140b043dc26c6e09dda832b1cd7483ccb4fb9bcfbc738c0f5dcb2f",
+        sha256="ad657a4eaf01e018616edc32c4477b85a1ea3c57126e1285c0aeba809cfd704b",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -580,7 +580,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float32_direct_r1",
         file="cuda/knnpool_forward_avg_float32_direct_r1.cu",
-        sha256="3ff3c148a51dd5d60a4acad97e4ab82c916fd3e55e33ab14532c6abd104c825d",
+        sha256="c20b315916d92373b2f02cd31d1aeed6b6f85bdde8faeccfbeada19293ebffa5",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -595,7 +595,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_avg_float32_direct_r4",
         file="cuda/knnpool_forward_avg_float32_direct_r4.cu",
-        sha256="b994ef3e3c971af2259bf06a4b53394c8efb25ae669f1b484653e2eba8f1a55a",
+        sha256="56169c5cb16079b28c28f55ce254c6adcd01ed4e6c614a365007322c66ba673e",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -610,7 +610,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float64_shared_r1",
         file="cuda/knnpool_forward_avg_float64_shared_r1.cu",
-        sha256="57c29ee0e644742dc012af81da56a2839fae78045bfcf0240a6297a21ef91b07",
+        sha256="9c51369622c9953dac1dbb3e1e7577134aa2aa046443237e37f0ea16d3efa498",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -625,7 +625,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float64_shared_r2",
         file="cuda/knnpool_forward_avg_float64_shared_r2.cu",
-        sha256="270551bda402c0bd1357f3b231155f59f56f2078c91aecfa8ec17925689e1097",
+        sha256="bca4d2863ad975128c1137d5b8aa86cd4a2efeffa3db5119918eb321857c31e5",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -640,7 +640,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_avg_float64_direct_r1",
         file="cuda/knnpool_forward_avg_float64_direct_r1.cu",
-        sha256="a887d297f1719b7b11fc608fdf33fcf07025b09ac3be72c98447507d59361119",
+        sha256="9626b4a9c57f5cbebbbf67d1b131cd877db52e49cb62dd0f54fd8197fa3ac189",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -655,7 +655,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_avg_float64_direct_r2",
         file="cuda/knnpool_forward_avg_float64_direct_r2.cu",
-        sha256="c0cdb12c27178f60076a333c39527338852cb184e4e11ed87196b8c27e9a68ce",
+        sha256="728216c289b65bd470c2e84e71acce8b9da6c4394303c29dc2b10269ecb2b2be",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -670,7 +670,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float16_shared_r1",
         file="cuda/knnpool_forward_sum_float16_shared_r1.cu",
-        sha256="7626445d8bd8cf9bcee8df5f0615a9cfd270650822a1f72c478b943cafe19a6d",
+        sha256="b640948062f9b8d22cbb013913167822c5d856349172402ef118fd5383849b0a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -685,7 +685,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float16_shared_r2",
         file="cuda/knnpool_forward_sum_float16_shared_r2.cu",
-        sha256="eda44ca91847d8d730332c3d4e61257d1fb5c964c19fb29cb7b3ef24037a3557",
+        sha256="f3aa13973e8dc32c99d9bf9b741a6dd98bba432de726a66b72a38d03af0fa52e",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -700,7 +700,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_float16_shared_r4",
         file="cuda/knnpool_forward_sum_float16_shared_r4.cu",
-        sha256="c8cef3dd770c2db73db22d25d60d7b270dfcefc40a0cad2f1e4ac6fbee1aab48",
+        sha256="ce662c6585cfac6d48a6101282863321067a04ac78024a93e055aeb498ba3350",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -715,7 +715,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_float16_shared_r8",
         file="cuda/knnpool_forward_sum_float16_shared_r8.cu",
-        sha256="55f0ac24d0af6caf1a85afce22100d8ac6e1c4193ea9b19def149faf75b4e10e",
+        sha256="ec265b31e21cf45df7574f25120cd9e4dc10c5ca7d916b530440d7a05c29cf96",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -730,7 +730,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float16_direct_r1",
         file="cuda/knnpool_forward_sum_float16_direct_r1.cu",
-        sha256="3d91acc3e0da436c8853726e83a94c7ab73b2de025b89f432d84a0b2e8a167b3",
+        sha256="1fd7c9fd5e78bd8f51b238cf199cd4992efc1d6d01df924b38e5c83aa0db1d30",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -745,7 +745,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_float16_direct_r4",
         file="cuda/knnpool_forward_sum_float16_direct_r4.cu",
-        sha256="09182d050476342530a5d95194bb3eb8cd564de5319f6fab4a79bebf125fb21d",
+        sha256="e0bc2daff20aa34f68562319ca8f6dff36e0abc21f9319f0d50eaeda3d33c208",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -760,7 +760,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r1.cu",
-        sha256="95992e63d69f1a787b4cae440dd78fa3093f2c451c664dc4e7ff6e0e797e60ce",
+        sha256="9cd087b6d8ade029ba1cd83bdcb41349a3ec0e592b744e34c94599cf21556767",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -775,7 +775,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r2.cu",
-        sha256="fa44d85ceaea40baaf087a09a255c612e48ce23b309c118117a995cdc96ab345",
+        sha256="7ef3a6e9c09f39bc19b797f4b8f2316528964db2ce77ade61078d08845ea6ec0",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -790,7 +790,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r4.cu",
-        sha256="55c9bfe54b5cacd945bf1e83e2bd49ac89a0379af078e03e711061e105f4978b",
+        sha256="ceb7b14a750643d012115d381575a3fac6af41fb117b712aeb1a95a50220b763",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -805,7 +805,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r8",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r8.cu",
-        sha256="2a92d8fb87efa1fd91de978eb84c91d955e0570dedaf56e14462a1d05cfe111d",
+        sha256="ee1ec5bd879c433c4aa89ee3132ae334a9ba9d68e7150909c06b9d4e19991155",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -820,7 +820,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_direct_r1",
         file="cuda/knnpool_forward_sum_bfloat16_direct_r1.cu",
-        sha256="24d113a19c91a3870f59e4edcb5dc38f9d013318def816919650b013e5160cec",
+        sha256="4a4a0721f2c1a1fc1587ab867bd2984a429f41abc54eeef49f7c690403fe0b00",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -835,7 +835,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_bfloat16_direct_r4",
         file="cuda/knnpool_forward_sum_bfloat16_direct_r4.cu",
-        sha256="a79480d4dd76e220dd66d82f93c4a7f49d79973814d7f89dd899002f253083ab",
+        sha256="4fa3b31e9a34edc2b9a064c44c6328a851971a8a59d786e1af9944bef387e14d",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -850,7 +850,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float32_shared_r1",
         file="cuda/knnpool_forward_sum_float32_shared_r1.cu",
-        sha256="0060f20ca3990bb7fcedd292f5dcbdbb273121315f53f2bf80768e77d270bc9d",
+        sha256="1db34a53bcaf922e11e3eb923d928175b0f25e781c573192b91981ed84c0a550",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -865,7 +865,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float32_shared_r2",
         file="cuda/knnpool_forward_sum_float32_shared_r2.cu",
-        sha256="5cd36f01f1ed9418ec8e2d486d8a8574a7a876410831d54f2fd71e2d04c732cb",
+        sha256="9b1ad23c821954e44174da2257cdcdd411e82bb83c5be942a85f97ef28bc675a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -880,7 +880,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_float32_shared_r4",
         file="cuda/knnpool_forward_sum_float32_shared_r4.cu",
-        sha256="90cc42ee4009577177da212f2f4a3b1d2a26ad7e56bb611b6543515f9c99ddb8",
+        sha256="2022e4caf30ae24245f6802d0511ca3ff80962ace4568b93c7b5f7f923beb390",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -895,7 +895,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_sum_float32_shared_r8",
         file="cuda/knnpool_forward_sum_float32_shared_r8.cu",
-        sha256="a10a1940199b94edff39a5251a12897119c0f60fe6b3ef3a757723719cff5faf",
+        sha256="7736548ff45ff1dac944e492e91dab997f9ca06cbadd0327cd3c2568990555ef",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -910,7 +910,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float32_direct_r1",
         file="cuda/knnpool_forward_sum_float32_direct_r1.cu",
-        sha256="452ec376d43d93f15135e9b4974436a4ccddabd2f22cb8a0cfa1a9331141a128",
+        sha256="6253ef95db084d351ae61901f13a55dd2ed0fb140c7eb22d41bada59374dc331",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -925,7 +925,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_sum_float32_direct_r4",
         file="cuda/knnpool_forward_sum_float32_direct_r4.cu",
-        sha256="349a10b997a61a6b96c86d2ff1ba58685ba843a445c3aa1699d790653dc3c7a7",
+        sha256="05f00d24b8e219203f667a5710e7db046ea6b0d2e5252ce90642440825490b83",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -940,7 +940,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float64_shared_r1",
         file="cuda/knnpool_forward_sum_float64_shared_r1.cu",
-        sha256="aa9069de70de987153dc28d891df9ea7dcbcb3f3b9d2ae7f06e74603c6e9fee9",
+        sha256="edef7d1ce9722fa6363577c81904e7c391584807730ffc98c8ccea0fd741aeb6",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -955,7 +955,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float64_shared_r2",
         file="cuda/knnpool_forward_sum_float64_shared_r2.cu",
-        sha256="e04fca5a948e5e28cf2a993507ccfdd4eb64364368558a1c66462d4534a501ee",
+        sha256="d2f530b7834444f65e8b489c0ce1b995a0df469eac8d704c56821a8c134813a5",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -970,7 +970,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_sum_float64_direct_r1",
         file="cuda/knnpool_forward_sum_float64_direct_r1.cu",
-        sha256="66e8c8d49bdeeb878cc1d317980e26e5936adf0f2bdcb78fee895cee9f79a3b8",
+        sha256="194e06012bfc48d7539673e68bb840662d9272d12346fce3f138d3b0e51227c3",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -985,7 +985,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_sum_float64_direct_r2",
         file="cuda/knnpool_forward_sum_float64_direct_r2.cu",
-        sha256="524f21db94b052e529dcbda06a49fa259b4b416ae6b52c350e073bf82ca5de22",
+        sha256="b8117d2c12b71847a45036b64d3bf333fc28625942462d473c2a2ccf32175c6b",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -1000,7 +1000,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float16_shared_r1",
         file="cuda/knnpool_forward_weighted_float16_shared_r1.cu",
-        sha256="5e2f16c9502f03ff7b2da72dca45b3913a5371e6b4aaa6c8c7644825e1bb5e0f",
+        sha256="a6f2e15ab15c219b0421e54075f01249e2547f754957dbfad5fa7a681e7cbe6d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1015,7 +1015,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float16_shared_r2",
         file="cuda/knnpool_forward_weighted_float16_shared_r2.cu",
-        sha256="0e2b32c95051a8a2ebbf7591e078554795a9a2fb48922540ddc4364f35b60979",
+        sha256="94354fb0c81c46c78df51967dd65150d80895e6e0b4ce332d6146f872eeb1263",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1030,7 +1030,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_float16_shared_r4",
         file="cuda/knnpool_forward_weighted_float16_shared_r4.cu",
-        sha256="3c030976b9251cbf9619132a14816742c9e5ea3918ef78636ca96f1d7adc1fb7",
+        sha256="faa91309323ab2fada26be9f40e1e705a1651e348e15618249abfd3b0fe52a40",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1045,7 +1045,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_float16_shared_r8",
         file="cuda/knnpool_forward_weighted_float16_shared_r8.cu",
-        sha256="008dc743fb240f69194dcf22d5cbea8990c7472828819fe22336f88e467c7e5a",
+        sha256="2816c8c46bc8d0d4d333d637c294dad7418d7a90d96cb50cce46f128172369eb",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1060,7 +1060,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float16_direct_r1",
         file="cuda/knnpool_forward_weighted_float16_direct_r1.cu",
-        sha256="fbd284bf93f8d50c3639a835fdfa8beadcd1e453ae70e3cd8ed5c27355f4b31b",
+        sha256="de5e90e4bb348ef6921e696da8e9a67ccc4a40338ae581bd87823850033a7c5a",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1075,7 +1075,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_float16_direct_r4",
         file="cuda/knnpool_forward_weighted_float16_direct_r4.cu",
-        sha256="ac4e5aa731a3a7df02adaabfff3395839ef13c9b5c13e2af4891d5ccedb04eea",
+        sha256="5438e8c29dd64c6c3d990ded346a56ba86fc8c7b4e049833ea9b98ebf78a4a6b",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1090,7 +1090,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r1.cu",
-        sha256="2cc5d66f943b93b233d405754243089da746fe2a80e332903e4e0226673319e7",
+        sha256="1fc9a501cfaf6cfac9bac722dfbbd1f058f15cb31938ef8d79aedeab3d1e5d82",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1105,7 +1105,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r2.cu",
-        sha256="96d08f35dccb8758aebc58faff7a992fa6a7832447b48086c7b60e0bf9ecc442",
+        sha256="3ea40af494d8de9cf87042e341cdc9b97ea3a4cc401f35b851236be85975abd2",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1120,7 +1120,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r4.cu",
-        sha256="a908bc6d1e61543cec90f1ba8d6d2748bbec18e14c51c5f9ac281e485f20abf0",
+        sha256="4892329e547b10452ec3289f1bbeb03ad55002ff14444577794d3e7c364bf9f6",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1135,7 +1135,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r8",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r8.cu",
-        sha256="dd74d84f54c972b438eb73e274de3e92281cb822ef3124854e37a1b1a45bdc1c",
+        sha256="11e91fb7df8154a7f0b1b19ade8d0f7b7a08233c86b37e7e094b7459e314df21",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1150,7 +1150,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_direct_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_direct_r1.cu",
-        sha256="563836add7ead89c16b116bbfc9cad18ec4490393d6dedd545d46a78b0a17ee2",
+        sha256="46e1960abeb81151077449c03d07269e35da23513e91c62a06a14a3608282e69",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1165,7 +1165,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_bfloat16_direct_r4",
         file="cuda/knnpool_forward_weighted_bfloat16_direct_r4.cu",
-        sha256="a6e3cab846844a421acd4231170c4c6d9ee5ae1bb3ce623f8872c5b3d50b9bf2",
+        sha256="7edbf2015f3b3117fda7e89cadba7b8da552551b05132d19782a42b2e4467669",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1180,7 +1180,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float32_shared_r1",
         file="cuda/knnpool_forward_weighted_float32_shared_r1.cu",
-        sha256="7a08f3a8d64e68b3ea400f9cf2b883e94de800e9db5dd9bd71e7439fab93bf4d",
+        sha256="4c5f77f7b51c5cbbf09f0582c5f8b56072a43574d0e88266e199b9002f88cc32",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1195,7 +1195,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float32_shared_r2",
         file="cuda/knnpool_forward_weighted_float32_shared_r2.cu",
-        sha256="a42c79c9096533b834eff349ecee227719a25cda2ab9f75db1332d0cf3cfc15a",
+        sha256="d76d38b050fd85044fc741af8edabd6c961647c6e2fc38e49c7e1b5ed5beb1b1",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1210,7 +1210,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_float32_shared_r4",
         file="cuda/knnpool_forward_weighted_float32_shared_r4.cu",
-        sha256="fdff5a2f11f2bb03cc775e159a14fba65994aedc5c18a29e89dadae40435e952",
+        sha256="545a44bdee683c2a730fca88537d5b931c23c41a4a0fc451bde9ea7a69343d9c",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1225,7 +1225,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_forward_weighted_float32_shared_r8",
         file="cuda/knnpool_forward_weighted_float32_shared_r8.cu",
-        sha256="a3a5662d70079cd39adc6ddd0d72a0e83a170a1625f0721176267d947faf7f8b",
+        sha256="c1592514770b123b86c0b7c35722a7bfb472a88c378e39b7da0ef288849c8968",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1240,7 +1240,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float32_direct_r1",
         file="cuda/knnpool_forward_weighted_float32_direct_r1.cu",
-        sha256="4a777de51cad33cef70515159a7445e79408f4ca92003a494ec47b85fe6bfd5a",
+        sha256="6a87c0948d9ac5854358b743dcbcc08c16feed692de2639e422a6edaab018a3f",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1255,7 +1255,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_forward_weighted_float32_direct_r4",
         file="cuda/knnpool_forward_weighted_float32_direct_r4.cu",
-        sha256="126a816c6b9ee9a70dafddd752f301179706f1d5229b8beed24b2c0bf3a5e885",
+        sha256="0b801f32176cfa31648a53c7136a1bc1f18c4a7f7089df366a5ff2a6a9c865e8",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1270,7 +1270,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float64_shared_r1",
         file="cuda/knnpool_forward_weighted_float64_shared_r1.cu",
-        sha256="04729dc837ae7bcad040e7f84fa2fd9a83db0b8a607277e9d7ad2e6620fb0e1e",
+        sha256="24bf6af871b3747584fb8ba8ffc9d2ee610a46dd3706696f9af14025d8a17087",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1285,7 +1285,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float64_shared_r2",
         file="cuda/knnpool_forward_weighted_float64_shared_r2.cu",
-        sha256="8a2e61df5fdec94c646a118c82249eaabdeecd6bbf24e31f8658e8cd38cc1de1",
+        sha256="c0e2f3774f3b8aea7eba97633c88dff02cbf3d67792106fb899390f379f2fa12",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1300,7 +1300,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_forward_weighted_float64_direct_r1",
         file="cuda/knnpool_forward_weighted_float64_direct_r1.cu",
-        sha256="7a696e672f08b4c4ce1865baef7481fbd9f9087b2ebe62131e018294f96f3cf9",
+        sha256="c54d39aa567baddc2d1aa5a49e5f2daaba223f3a1cb7ca9e506b895627810bb0",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1315,7 +1315,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_forward_weighted_float64_direct_r2",
         file="cuda/knnpool_forward_weighted_float64_direct_r2.cu",
-        sha256="7b8d485da21d25457cc4934c2e9d68cf285c08b0ede2d770dccf028963a6ba8a",
+        sha256="f853ecbca8e30bc22335ae50202729f0e215131d0a82c46bd838221aad283eab",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1330,7 +1330,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float16_shared_r1",
         file="cuda/knnpool_backward_max_float16_shared_r1.cu",
-        sha256="f4511da5dd58b1eca87a3bfde21f0e0e27939c1ef85713c5bd49c3eeb3273b75",
+        sha256="5818c63e146dfaf00e59ad7545897d56995678948479193472b0a20a0be21897",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1345,7 +1345,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float16_shared_r2",
         file="cuda/knnpool_backward_max_float16_shared_r2.cu",
-        sha256="a3b2b592a07d5cfc6a2b62309eeebbc900e96a562ca878663529a507412356e2",
+        sha256="08ece639bdc930dedf59d6bf19f1afc6e403ce59f9a04b1d3fe6d9f5e3eca669",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1360,7 +1360,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float16_shared_r4",
         file="cuda/knnpool_backward_max_float16_shared_r4.cu",
-        sha256="e53b8e7ae19ae144d6d7b2bf83a7d1a0a21e056e7e4b1b2daee767fd9401294a",
+        sha256="88777bd5453e010c69f494c4d978aee91fc5732882b49d07fb35cbdb71b00953",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1375,7 +1375,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float16_shared_r8",
         file="cuda/knnpool_backward_max_float16_shared_r8.cu",
-        sha256="59b196632856bb84524b3dfaed92baf598361c7266141ed077047af68821f0ac",
+        sha256="7c1cae5f74121b893d810dfcd74a5d2ac35360e387f5583ab67ca28bdef1b2d6",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1390,7 +1390,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float16_direct_r1",
         file="cuda/knnpool_backward_max_float16_direct_r1.cu",
-        sha256="70705f5eb624e04579754cd0081d9ca8015d1fb6ef84537ef19017b21d13e944",
+        sha256="a87438549a2fff47f2955468be31fa75c7a296d91d259bb2e1a6c3570367e325",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1405,7 +1405,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_float16_direct_r4",
         file="cuda/knnpool_backward_max_float16_direct_r4.cu",
-        sha256="bb235886206f3554e3073137f41ce00be483f07c2a236907dc9eed82154d02ac",
+        sha256="3566a8d7e828c1513960bd7bd7a9e03dc45e704d5795d2a06c6829b8bd29b96b",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1420,7 +1420,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r1",
         file="cuda/knnpool_backward_max_bfloat16_shared_r1.cu",
-        sha256="effef93f8fdbe1fd414d85ec6f8709cfe95c807137ac549bf6b0daf79b63947e",
+        sha256="c6698056572ae12f72c4df4200b4027c45c5e8e9cac7e6f3b01df7346c484914",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1435,7 +1435,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r2",
         file="cuda/knnpool_backward_max_bfloat16_shared_r2.cu",
-        sha256="b70b0e9593acbba254b274258259ba5163fefa10cd29668e3fb8a71c71ecdc26",
+        sha256="8ad72c74f672e8cb3952239e789beeb81a6ddd79d520b730fe5cd0b20bd0844c",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1450,7 +1450,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r4",
         file="cuda/knnpool_backward_max_bfloat16_shared_r4.cu",
-        sha256="5fc38ec48356bf68993c235c341c25b3c08b998556c8ac068ddcb29266bc1b3b",
+        sha256="dc43177efe9b9af9be312d81acd1bbb2cbe895d63a383aa565cc17d994acd35c",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1465,7 +1465,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_bfloat16_shared_r8",
         file="cuda/knnpool_backward_max_bfloat16_shared_r8.cu",
-        sha256="b6df2f15c9e3d0742c1658509d22725ffaa757619297650283ddbed996f3c037",
+        sha256="bbb88683c8b958bc7238a41c3b6c4bd1f241df8adc70ebeaae26551b71420645",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1480,7 +1480,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_bfloat16_direct_r1",
         file="cuda/knnpool_backward_max_bfloat16_direct_r1.cu",
-        sha256="c52e2918d4371871daf7b568d79d93514ac6ebcd802cfe1f54f9608f87f9296a",
+        sha256="c2d3d5b70d8771ffa7d9593bcb0a8089f046e90e470871855a1a41cee9057b2d",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1495,7 +1495,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_bfloat16_direct_r4",
         file="cuda/knnpool_backward_max_bfloat16_direct_r4.cu",
-        sha256="ac41437e8fe66f3036c539d46bb2f27f2907f3f76414cceaa1abcf2b9b8db485",
+        sha256="c0df2cfcf4b8e9fd4442a1ffda3c54e36dcebb7d8d8953894655ebbfd6f82ceb",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1510,7 +1510,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float32_shared_r1",
         file="cuda/knnpool_backward_max_float32_shared_r1.cu",
-        sha256="7585a37729b375f978d707cc00df4ea1804a5982af8747f48d2dc722a57246ad",
+        sha256="105d90fe1fc3c3d19b738298fcf03727f78f9f3217a11b8bab25f147c24e7c0e",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1525,7 +1525,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float32_shared_r2",
         file="cuda/knnpool_backward_max_float32_shared_r2.cu",
-        sha256="3367ab8c754a582e8ce66a671c9bf2238066204982feca88ba9ec5a85cc82be6",
+        sha256="c4c06eb3e808b7056b0b1d3959a88b6a961cb19c7328fc07e3bd3c36129592f8",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1540,7 +1540,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_max_float32_shared_r4",
         file="cuda/knnpool_backward_max_float32_shared_r4.cu",
-        sha256="3b21597cc54dbba40836294b747e0e382f8a02831094d728e43606de3c19731a",
+        sha256="39f8d928ef5e36c5d8e677116353f3c4c326e72f9835d34f7f5420435ed4d73e",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1555,7 +1555,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_max_float32_shared_r8",
         file="cuda/knnpool_backward_max_float32_shared_r8.cu",
-        sha256="721a7e81568473dfeb72543c48ef5502274ed0b2f9322eb6b61c24e5e25ad0bf",
+        sha256="da9804205a23d1067a1e15737b40d24ff3796f60744d1ab979d27f9c587bc55f",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1570,7 +1570,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float32_direct_r1",
         file="cuda/knnpool_backward_max_float32_direct_r1.cu",
-        sha256="f8427a8dd42212c399f2543f1f6d78bf0f6e75c8ab424a2dfc5ddd6a67d824b9",
+        sha256="5d2d68204693f5e63134ab82dea4298c86252b33d22911ee230a0f2d9cb6ac20",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1585,7 +1585,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_max_float32_direct_r4",
         file="cuda/knnpool_backward_max_float32_direct_r4.cu",
-        sha256="0b16ccefaf847dabbdba830959e049e3dae23329eee21152e2b4bef80257c136",
+        sha256="d9b7d58f481c0f2e98be9d16465a8c5d11aca5bcbcdacc251fe8d5daef8cde69",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1600,7 +1600,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_max_float64_shared_r1",
         file="cuda/knnpool_backward_max_float64_shared_r1.cu",
-        sha256="8581c286de2f8d395f1a7af2743ae2eec42ea2da442e858344932de2c7601f8d",
+        sha256="8da75be9d70b037b3808ff60d99b370dce33bd3d81298748f894b7da233cc2b3",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1615,7 +1615,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_max_float64_shared_r2",
         file="cuda/knnpool_backward_max_float64_shared_r2.cu",
-        sha256="6f65d0921d7167553e4f615c42cba1f0649ee967fbf7162ef0c847840752e326",
+        sha256="8488bc0d3b54479c701276b820d1e7096ecade2097309017a616423f4bb40a09",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=("KNNPOOL_AUX_BLOCKED",),
         max_k=None,
@@ -1630,7 +1630,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_max_float64_direct_r1",
         file="cuda/knnpool_backward_max_float64_direct_r1.cu",
-        sha256="4a472520dd80eb76158d86dfdae71eeb9b68426c8e32ac65af2a7e05c8c86e03",
+        sha256="3a513c567c5d164f509e1abef51600cfd1f80d661dd4d5bae7fe815063139d05",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1645,7 +1645,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.MAX, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_max_float64_direct_r2",
         file="cuda/knnpool_backward_max_float64_direct_r2.cu",
-        sha256="5f382012a335f0c77fae92be64f593ba9593e5a3941db5afc56aec7c8f8b2b11",
+        sha256="d834e69f6bfc646b4d51b9b04d63b5bc926fd754d5a476ad0decf92ca0e6dd1f",
         arguments=("grad_y", "aux", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1660,7 +1660,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float16_shared_r1",
         file="cuda/knnpool_backward_avg_float16_shared_r1.cu",
-        sha256="228f396fb72b8ab5070dd88cb6c8a3de8d5d1ed3fb57b6ab001b80ec875fda94",
+        sha256="542720696c92d4f161f6983c5356c42f61860bd0fc03ad6e7717d154e5019e27",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1675,7 +1675,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float16_shared_r2",
         file="cuda/knnpool_backward_avg_float16_shared_r2.cu",
-        sha256="1fc5dafcb708d890a4ad10d6bb1661fd683f5855aacb33d976872f5ab28c656e",
+        sha256="6916345715c444d1f2aa8c75bb72082c600b9538f6a5353048bd3444e84e6acd",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1690,7 +1690,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float16_shared_r4",
         file="cuda/knnpool_backward_avg_float16_shared_r4.cu",
-        sha256="ff56774ec4252408eb99a67f9789fafb69c26abb2575725741067aa7d715c7ac",
+        sha256="d53cdb865238f1ad8bff9b4529ff2630cb2b92ebc8d5073b2a19e5e4ea23b321",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1705,7 +1705,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float16_shared_r8",
         file="cuda/knnpool_backward_avg_float16_shared_r8.cu",
-        sha256="68e02ae9afb0cc70ecc147ad8316954b9743508ac4358511d852f05f31e55123",
+        sha256="067d74bcbb8d4c69c0057ecd4e06fe06d7bf82074a05532b86a763a0c2f28fb3",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1720,7 +1720,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float16_direct_r1",
         file="cuda/knnpool_backward_avg_float16_direct_r1.cu",
-        sha256="fdf6894842c6198b7e745f5a598ec7d7c0d63dc0732808c97cd48b5c1047b8d1",
+        sha256="121de3028d139640a8b09b1cf2c399e0bb443ccd6ade5aee7b7cacb0993f447a",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1735,7 +1735,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_float16_direct_r4",
         file="cuda/knnpool_backward_avg_float16_direct_r4.cu",
-        sha256="a0fafe678a1c7e9c8e9553c5ee527a38d2183f7e7b6f0ce848dc7944d23c4cd0",
+        sha256="462cc125b4e2028db8a62c06acfc1cf1d3c7df183c00616acac983d19bc02349",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1750,7 +1750,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r1.cu",
-        sha256="52cc538cb676dc789211997269033fb9a11163caad23fcef0ccaa74fba8fb8f0",
+        sha256="80d0c7919e024300d1e81ff7751a12731804d0991f9275700433d1efeac0d22c",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1765,7 +1765,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r2.cu",
-        sha256="87f4dcdbc69f4583c4d480c5bd43a6e9972512a090bea4cb93100cc1505ae94e",
+        sha256="80d5983acf126108e5d554626384a7ea35c83c2b502e21bdfb3149a694b11d16",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1780,7 +1780,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r4.cu",
-        sha256="f34bab3387e3e5738a420161c1b3b1dfb7cc3172ddd4dc21b876e0df346d8fe0",
+        sha256="c4c763f1c0bd934c5637997a8027adc24dc36bdd80f3d9f861bcfe8c943c2120",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1795,7 +1795,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_bfloat16_shared_r8",
         file="cuda/knnpool_backward_avg_bfloat16_shared_r8.cu",
-        sha256="1f886f1b944e63729971a8e1c2122c004ac3612e8d1346a1c88bf5b1b2621a30",
+        sha256="8cd1dcdd479a62026548975220f917daf03af5d0781373fd0133ce36df277f08",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1810,7 +1810,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_bfloat16_direct_r1",
         file="cuda/knnpool_backward_avg_bfloat16_direct_r1.cu",
-        sha256="fb5c6b3b543939b3cd450ef174e3c24449d190e96993151f0183221fd6c8ba17",
+        sha256="6d38d249071894562f915e9c07277ea6c894e74c22a1a775bf5574a102c95899",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1825,7 +1825,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_bfloat16_direct_r4",
         file="cuda/knnpool_backward_avg_bfloat16_direct_r4.cu",
-        sha256="ae9ef17bfb756d1d41721585d276556e980a1aac7b37b8a107063cff78e8fdf9",
+        sha256="2aae8a059002c55fdc6ee2cae1c42a2d655b4b34666c8911a7df83b270a9518a",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1840,7 +1840,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float32_shared_r1",
         file="cuda/knnpool_backward_avg_float32_shared_r1.cu",
-        sha256="27daf323f396445c3c3bf94c8b98ba60956c1091a8fd66c57a8f889e671e01d6",
+        sha256="0733b457a22281addd03c770505919199c8f9cb492d9ce61ef2e4bcfcf3e14b4",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1855,7 +1855,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float32_shared_r2",
         file="cuda/knnpool_backward_avg_float32_shared_r2.cu",
-        sha256="23a538c01473b4f75ce96de8a9a976764bd1af89c9ca3be465753360ca35d735",
+        sha256="35c2eeb5f0263ecfa219e06ace6170802ab9a1c901423a35e9c3e66595b28a67",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1870,7 +1870,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_avg_float32_shared_r4",
         file="cuda/knnpool_backward_avg_float32_shared_r4.cu",
-        sha256="25a0990620559871a12a9923acb1731414dcc4e042b66d4c81398953c50428a6",
+        sha256="9885d3b4ac9aa3021e9137c6fadbec68ccfbc2f82e7c520ea840a8be199490eb",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1885,7 +1885,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_avg_float32_shared_r8",
         file="cuda/knnpool_backward_avg_float32_shared_r8.cu",
-        sha256="5798c9ffbd8168caf423388e353dd2e7fa918e34745de50a60bf777aaba266a9",
+        sha256="12bc1d7290f19b51a8d265cd63d524493185302667658c550b2ade4cddff1efd",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1900,7 +1900,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float32_direct_r1",
         file="cuda/knnpool_backward_avg_float32_direct_r1.cu",
-        sha256="085f380fc0fe5b79dcb33abb7f43a3e9c3ba801586b954405745a1d936d942d3",
+        sha256="0db88235098f61c71ebf7bde8545979353916d5f973062714dd9377f21b3b2a9",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1915,7 +1915,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_avg_float32_direct_r4",
         file="cuda/knnpool_backward_avg_float32_direct_r4.cu",
-        sha256="582034c4c3f9e59c22d93ac4c650ef5787fdf7363b7a76a36c42958a528ab514",
+        sha256="7c35b6213859f59b3fab1e38f0a699f7289a98cd0e560c906276a424aee99a5e",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1930,7 +1930,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_avg_float64_shared_r1",
         file="cuda/knnpool_backward_avg_float64_shared_r1.cu",
-        sha256="2ba33fbfe2fe992d3ec77b9fb9c24b25d4888614a17338dd975768919fe7cbde",
+        sha256="ec543510166127f7b8a600825c20beeefdd5d4da9d6fb2380dec1c310c750290",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1945,7 +1945,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_avg_float64_shared_r2",
         file="cuda/knnpool_backward_avg_float64_shared_r2.cu",
-        sha256="7ac96877b4414d5151e7f63c513a20dec1f5610d197457a5d7b2e8329d31a601",
+        sha256="6d4877b6c55710866c8b380dea6308f86db3b8daa17c2b8b28ef4015b334ff9f",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1960,7 +1960,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_avg_float64_direct_r1",
         file="cuda/knnpool_backward_avg_float64_direct_r1.cu",
-        sha256="2ade24f00501ceb8e601030fd56cee1e42a705b7e494359f572e042b4f56666c",
+        sha256="ab6365c230b8099494746efaa9c47cca7c7833eee38d4fb111503f32294c668f",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1975,7 +1975,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.AVG, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_avg_float64_direct_r2",
         file="cuda/knnpool_backward_avg_float64_direct_r2.cu",
-        sha256="ece142df32e0d059870cba01fc1dc1ee0da07a421e512d3cd55f76a5eb555bfd",
+        sha256="bbeb98ea7e1f15c2915055351323ffa4e3a074857926a6624d85d13546d10bfa",
         arguments=("grad_y", "count", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -1990,7 +1990,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float16_shared_r1",
         file="cuda/knnpool_backward_sum_float16_shared_r1.cu",
-        sha256="8b80a832f8a109f4a97accd2783936332643f48138b7c041b471fb901ffa6e8a",
+        sha256="11b015407c556d1c12cfb466c2ed56a77abde892581a34ee3be734ec9725acd7",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2005,7 +2005,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float16_shared_r2",
         file="cuda/knnpool_backward_sum_float16_shared_r2.cu",
-        sha256="4c4f2370d4c6dd90ccb669736d480451b6506c259ac4aec405bbf35496ff3fbd",
+        sha256="519b9d649037ca8b4576313ce5008e952d35f0ff8275b2a716ef4f21b90d506f",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2020,7 +2020,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float16_shared_r4",
         file="cuda/knnpool_backward_sum_float16_shared_r4.cu",
-        sha256="6cdb4a69793fc79496875a55e1848bef65be7b24e3f547418a5fba53fe57678c",
+        sha256="059b909430a5d021cc10fef8162660dc511f14036a73e4efd7078d2a8f829e00",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2035,7 +2035,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float16_shared_r8",
         file="cuda/knnpool_backward_sum_float16_shared_r8.cu",
-        sha256="50183fbc4a835d1a22d26dd02ba233733ea7c60447cc7e4b0075e17e557ba409",
+        sha256="4b747bc8ca413d48ebad719a84bc6b0f329e2264ac5837f01c4f184ebbdee7fa",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2050,7 +2050,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float16_direct_r1",
         file="cuda/knnpool_backward_sum_float16_direct_r1.cu",
-        sha256="979a7ac93ce02fc76c5a0295502453fef9091295c6c85e6b3633d505272d078f",
+        sha256="e66b73799168d472dd3edf0773b187b21086c14e695d962e74eeed1e7dba6ff5",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2065,7 +2065,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_float16_direct_r4",
         file="cuda/knnpool_backward_sum_float16_direct_r4.cu",
-        sha256="0f975e79b5af4d536765523e06789a4c8a8905625208224753e90e6e65f9048e",
+        sha256="1d662a18ffd4b6a597500816921f6c4b848a87ac3ffa00cf76782b87b554578d",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2080,7 +2080,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r1.cu",
-        sha256="c7656afbc0f3596e50bd3bc5174c7128c650e9612f5839198f2fd3da7771b870",
+        sha256="aaadec15183fe248afbe572dc673e089255322a830c7419c0606092e0b0413c2",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2095,7 +2095,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r2.cu",
-        sha256="08124d1d2ef76fde15990bc9261b47f505c7e63c23ed6afccfdba6781668b3fa",
+        sha256="c29a7e06fd1ac074ffabf534f3da749331e749f50141cd70b2c2497a46c3ebd6",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2110,7 +2110,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r4.cu",
-        sha256="6af2d0bf7e64dee8d43a7983e4fcd472d5fcea4482b35ff90edf4b9d25c0ac1b",
+        sha256="7e6342e40242dd1dcc8e164a828193204bfc3cf01aaec1f9aee86d97d6aaf2c1",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2125,7 +2125,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_bfloat16_shared_r8",
         file="cuda/knnpool_backward_sum_bfloat16_shared_r8.cu",
-        sha256="ee453a4973ce2b61587d31d5d30bc23e86a699655be4442d3f0f850ad3fdd410",
+        sha256="a9ee01688e7305bd981f7bf8bb02f1ab4d5122046a4c80efdc75ee47e013a4e5",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2140,7 +2140,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_bfloat16_direct_r1",
         file="cuda/knnpool_backward_sum_bfloat16_direct_r1.cu",
-        sha256="6b6dca67079df723c10258835072f55b2acd0d5a70e582e6abcfa100c85911a6",
+        sha256="944853cd4c6dce38dd2d543473f335d6dcb25584939d56d067e21a837523726c",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2155,7 +2155,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_bfloat16_direct_r4",
         file="cuda/knnpool_backward_sum_bfloat16_direct_r4.cu",
-        sha256="38e7a71cd1906f4506dcd59cce1f851ea1239df7a20904077152c7762cb51f7c",
+        sha256="12da2c00665387cb1a201b2d07ddb3e379abafe70084ea47b32f703a205dabc5",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2170,7 +2170,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float32_shared_r1",
         file="cuda/knnpool_backward_sum_float32_shared_r1.cu",
-        sha256="38bf73024a93779efda4fd3f484b1833ef8fd09e38e41c3957a297d0c8a78a03",
+        sha256="2312b7e96c18c7375d6428c962ab8f2b990ceece089bfb60cba9b7fa140eab00",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2185,7 +2185,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float32_shared_r2",
         file="cuda/knnpool_backward_sum_float32_shared_r2.cu",
-        sha256="71f89b209496c66efa75abfb15864bbb1a132e818326745254d6e1e0f426a8b9",
+        sha256="0bebf43c7298050dab85d53f65609272de334f7c51eca5abfd18f85402162a5b",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2200,7 +2200,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_sum_float32_shared_r4",
         file="cuda/knnpool_backward_sum_float32_shared_r4.cu",
-        sha256="78d4b6bbd490778ba2e62bae710c277f532734be0a2e1cb66c7bc738397e9a7d",
+        sha256="457b88f5ca4f3249fe4d4e838174d989a20a9e3947d46c90357766895f717eb4",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2215,7 +2215,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_sum_float32_shared_r8",
         file="cuda/knnpool_backward_sum_float32_shared_r8.cu",
-        sha256="807b3fd2d04fd36f3bf949faea44a91718e8fddec896bff0d04d0bba9423603d",
+        sha256="eb7a799055c598de5541267ca16fab2c07f4150f0471d6601f926e290e848119",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2230,7 +2230,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float32_direct_r1",
         file="cuda/knnpool_backward_sum_float32_direct_r1.cu",
-        sha256="d55d1fc969e857dc5361775e77e256a8ad30d987c36dead7c90a462d25d24acc",
+        sha256="a10379f64b6b058a1b979eefaea1e213a26be8dc05adc085b2bac88249f0fa0b",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2245,7 +2245,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_sum_float32_direct_r4",
         file="cuda/knnpool_backward_sum_float32_direct_r4.cu",
-        sha256="b2973f99e296215a3959a31533dc0878bc7fa3764ad16bd28e88b57500f0d2a4",
+        sha256="85b7cde8ed5e505279765506933d69026cd0273e5cc4eab913545dfaac1d87db",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2260,7 +2260,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_sum_float64_shared_r1",
         file="cuda/knnpool_backward_sum_float64_shared_r1.cu",
-        sha256="71dc7d880cd41dcf9e83f1b5e622f17c3f8f8efbb50fa71b8c2162a34e4b84e1",
+        sha256="d01eba8be05b8f23da0619126dc31075e0fa83297df589517f289adc32b5801b",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2275,7 +2275,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_sum_float64_shared_r2",
         file="cuda/knnpool_backward_sum_float64_shared_r2.cu",
-        sha256="8751a6c9bb3fc43075f79e5c440c7f4ed64e56b4903849afadbcfcd97f8a3b2c",
+        sha256="0a90079e27b4837d9ba8b2678e1bb4a34b0fb67bb99cbfead02cfa55f96f6bc1",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2290,7 +2290,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_sum_float64_direct_r1",
         file="cuda/knnpool_backward_sum_float64_direct_r1.cu",
-        sha256="7bfd03640713548ca0fedfee286f9247b565018eab924f8a3714bfd11670d039",
+        sha256="baebaf5372dfd22c40c90c72c14e36aa7aa463576696e478e21bea805101837e",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2305,7 +2305,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.SUM, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_sum_float64_direct_r2",
         file="cuda/knnpool_backward_sum_float64_direct_r2.cu",
-        sha256="79267af46f423784ed2594f545554082dd839e9b98639e8c6913755cf2ecf196",
+        sha256="906f52bd26c119b95522eea2bb74c71e0504080331abe87bfe3fec297d460a9f",
         arguments=("grad_y", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2320,7 +2320,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float16_shared_r1",
         file="cuda/knnpool_backward_weighted_float16_shared_r1.cu",
-        sha256="4c41d9c36402a2f81b2f2f81a1c738b6633bbd709c2fee489192041dbbaa763d",
+        sha256="e5c43917e4b146ca8e3c21b9ffbb072e1d60a137bf01fc5f8eb1d0ac53c223cf",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2335,7 +2335,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float16_shared_r2",
         file="cuda/knnpool_backward_weighted_float16_shared_r2.cu",
-        sha256="392ac0dfe5ff3a2e41fb2fa58dd7e9dd9830b0399543c6b131d63bd4eab3e795",
+        sha256="df11c5d9af9ec70c6ca05b03be3269d7a4aa1c1c36173731cc36d29ff97e8d51",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2350,7 +2350,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float16_shared_r4",
         file="cuda/knnpool_backward_weighted_float16_shared_r4.cu",
-        sha256="ccb7cd86abc4e6004d0bae99e5297f4549c6571504ff7c809fd22b0e030aa06b",
+        sha256="1c7899bc1e6c574d64eedcfe5b321b986f9255ad3640b56cbbb2666286fb5800",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2365,7 +2365,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float16_shared_r8",
         file="cuda/knnpool_backward_weighted_float16_shared_r8.cu",
-        sha256="63dadacadd31ad2534526ee6abe94bbd0f9d4ae5ec97478830fc836ff2dcac5e",
+        sha256="c4dfc2a7cea70d7405b439ebd36af1a222ff8539584b64cc65db1704a16e23a1",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2380,7 +2380,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float16_direct_r1",
         file="cuda/knnpool_backward_weighted_float16_direct_r1.cu",
-        sha256="425f3df7e91c11a28a8cfbb470068a1c84fd4b9ae8041913e49a6f0aa3b65adf",
+        sha256="ee7371064573ef8d6ae8f107ed3dcac36d72727b71c322b25a23c6e18ff43d4d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2395,7 +2395,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_float16_direct_r4",
         file="cuda/knnpool_backward_weighted_float16_direct_r4.cu",
-        sha256="d1a8273a952c27a7eae06afabb667058c59b1aa280cddb2365ff5f9d70b3fe32",
+        sha256="d9815e1b7a990d0ed7199d9b42bfd9f116eb788c21a76ed6600052ed17f067bb",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2410,7 +2410,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r1.cu",
-        sha256="d2a6614050a8a164c7753a5cc46cd868e6e8d2cd9132e0e1b7cec21e14fc1b13",
+        sha256="74422f7ef0b7d57790a7ecea1273b49df65846120e16d3a15ae1b41ce17a6aec",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2425,7 +2425,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r2.cu",
-        sha256="81d03515e478e7071c47822f45f1de1848767420d95d2d39ce08be01ddc1abbc",
+        sha256="b2c734af36141d302c546394487776b895d0f56d8acf388d805cbdc0528e8940",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2440,7 +2440,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r4.cu",
-        sha256="6de3ba6b6ab383193bf92d3aa76430844b7b49a47f4f727f0af104a9a7edbe20",
+        sha256="c21d38b6bcb7cf1c7ece97c47f2b2a9c57f744d740f51490da2d0ffd7c030746",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2455,7 +2455,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_bfloat16_shared_r8",
         file="cuda/knnpool_backward_weighted_bfloat16_shared_r8.cu",
-        sha256="171605030b30304f1634da1db4f9676f9ce2f71f3e25c184e079a6f32a03be07",
+        sha256="c70bd9db5ab3c79d045e501d55a708dd2c67a9a92d85f202d96b7f2456856035",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2470,7 +2470,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_bfloat16_direct_r1",
         file="cuda/knnpool_backward_weighted_bfloat16_direct_r1.cu",
-        sha256="572ad3069878fc0693f91cade41c4fea82f38bab71ef1510e39089c94406997c",
+        sha256="3bce6bc4b9c29f5b526d2e94f9d736849907f669c1a6baafca27509b93e44cec",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2485,7 +2485,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "bfloat16", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_bfloat16_direct_r4",
         file="cuda/knnpool_backward_weighted_bfloat16_direct_r4.cu",
-        sha256="728076db7f23dcaa0722c0f640e8ef2f30eda177d124260512b781ff4b5fb56e",
+        sha256="22840337dd710feaa1ea070e123db932c3dc4c8970970b8b88763f15713bda6d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2500,7 +2500,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float32_shared_r1",
         file="cuda/knnpool_backward_weighted_float32_shared_r1.cu",
-        sha256="75c787d60f0fabb9554efe1ed7b086dea3b96f69d3198e2227abb05be74e667d",
+        sha256="3c1538b1cb321c8e4c2a301ca6cb6cbfcefeceadcd596b5ffdd54fdf95af816d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2515,7 +2515,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float32_shared_r2",
         file="cuda/knnpool_backward_weighted_float32_shared_r2.cu",
-        sha256="a80adb1960e8abdf8b98a1f1fe790dfcc52def86e23d946f12cf983d66110b05",
+        sha256="52ec0349960bf1ab5fd1213b3c0e6db3bd570a570129049db8e0529da4da7606",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2530,7 +2530,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 4): Kernel(
         name="knnpool_backward_weighted_float32_shared_r4",
         file="cuda/knnpool_backward_weighted_float32_shared_r4.cu",
-        sha256="618ff772d0e837ee8eee695d797d7798b7dea55b37dd5ebf2200a2f7b102b42f",
+        sha256="f8573856d7a234055bbe6d0e594a736d16f6f26b3c0ec478e6b2ad35fa06164d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2545,7 +2545,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 8): Kernel(
         name="knnpool_backward_weighted_float32_shared_r8",
         file="cuda/knnpool_backward_weighted_float32_shared_r8.cu",
-        sha256="4f6810d15619a0d12129c8c2b351bf269035d09583f5cc8ea2989c6c35844854",
+        sha256="3e4d56aeb6001497cb6b83f2c28150c4437b6886783e93a0351a77278947b07d",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2560,7 +2560,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float32_direct_r1",
         file="cuda/knnpool_backward_weighted_float32_direct_r1.cu",
-        sha256="029e18952670aaf2d94f8378305e133e98d0ac295eaa1a5d7912778ba823672c",
+        sha256="e50a76452f66dd0d40a330d4c8144ac80213b4dce8756194645d35fdaabf0dd3",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2575,7 +2575,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float32", Staging.DIRECT, 4): Kernel(
         name="knnpool_backward_weighted_float32_direct_r4",
         file="cuda/knnpool_backward_weighted_float32_direct_r4.cu",
-        sha256="1ec1256eb6b55bc585fe029c71a069c3b4bc46d78124f47cd318e9c40ddfc84c",
+        sha256="79829a124a3e5c58e69dee196d253e63ac3ce06d81ad680e727228b751e4208b",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2590,7 +2590,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_backward_weighted_float64_shared_r1",
         file="cuda/knnpool_backward_weighted_float64_shared_r1.cu",
-        sha256="fa42fb7c5495b305847764b5d7474b193a027554422e6bdd725119871a0d8da6",
+        sha256="e0dd122a5ce80f7ba374d40182e7ccebaffe5f13b08630c4f8a61fac607e961e",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2605,7 +2605,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_backward_weighted_float64_shared_r2",
         file="cuda/knnpool_backward_weighted_float64_shared_r2.cu",
-        sha256="05767d462b48bd70fc49d61297b22b59d34f04792d77faaff3d8738cbf4cfcc8",
+        sha256="fb6e497c8a91aab0e81bbaf0b9c357600e232ff36293b55c311cb4d60bcadc28",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "rev_order", "rev_head", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2620,7 +2620,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 1): Kernel(
         name="knnpool_backward_weighted_float64_direct_r1",
         file="cuda/knnpool_backward_weighted_float64_direct_r1.cu",
-        sha256="aee2e2f18f7d62f1bdd1c376b3cd9e497a98667e605655db28da48c202e99976",
+        sha256="2cbf2212efb59a2f60b3e8ef6c976a9c0102dd3b7ab8a80de0b29249112ea6cc",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,
@@ -2635,7 +2635,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.BACKWARD, Mode.WEIGHTED, "float64", Staging.DIRECT, 2): Kernel(
         name="knnpool_backward_weighted_float64_direct_r2",
         file="cuda/knnpool_backward_weighted_float64_direct_r2.cu",
-        sha256="b9e18dc58762eec65686f62d783ccb4e34cbe1a8cf0f71204d989130c11bfa09",
+        sha256="658d3d9bb9d84f186e2d674cc9a3e04c52275b4838591de21c57568cf42ac2ba",
         arguments=("grad_y", "rev_weights", "rev_rowptr", "rev_kn", "grad_x", "rows"),
         switches=(),
         max_k=None,

@@ -27,6 +27,7 @@ from knnpool_gen.runtime.aux_layout import AuxLayout
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.runtime.select import Configuration, DeviceFacts, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode, Staging
+from launch_description import LaunchDescription
 
 STREAM = 77
 H200 = DeviceFacts(132, 227 * 1024, 228 * 1024, 2048)
@@ -51,6 +52,8 @@ class Driver:
     attributes: list[tuple[int, int, int]] = field(default_factory=list)
     launches: list[SimpleNamespace] = field(default_factory=list)
     fails: bool = False
+    status: int = 0
+    """What ``cuLaunchKernelEx`` returns."""
     work: Callable[[list[int]], object] = lambda arguments: None
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -83,10 +86,21 @@ class Driver:
         self.launches.append(
             SimpleNamespace(
                 function=function, grid=(gx, gy, gz), block=(bx, by, bz), shared=shared, stream=stream,
-                arguments=arguments, extra=extra,
+                arguments=arguments, extra=extra, attributes=(),
             )
         )  # fmt: skip
         self.work(arguments)
+
+    def launch_kernel_ex(self, address: int, function: int, parameters: int, extra: None) -> int:
+        if self.status:
+            return self.status
+        found = LaunchDescription.at(address)
+        self.launchKernel(function, *found.grid, *found.block, found.shared_bytes, found.stream, parameters, 0)
+        self.launches[-1].attributes = found.attributes
+        return 0
+
+    def CUDADriverError(self, status: int) -> RuntimeError:  # noqa: N802
+        return RuntimeError(f"CUDA driver error {status}")
 
 
 KERNELS_BY_NAME = {kernel.name: kernel for kernel in KERNELS.values()}
@@ -132,6 +146,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
     monkeypatch.setattr(cuda, "driver", lambda: machine.driver)
     monkeypatch.setattr(cuda, "capture_mode_exchange", lambda: exchange)
+    monkeypatch.setattr(cuda, "launch_kernel_ex", lambda: machine.driver.launch_kernel_ex)
     monkeypatch.setattr(cuda, "runtime", lambda: SimpleNamespace(setDevice=set_device))
     monkeypatch.setattr(compile, "cubin", cubin)
     monkeypatch.setattr(torch.cuda, "device", device)
@@ -346,6 +361,38 @@ def test_every_argument_is_what_it_is_called(device: Machine, mode: Mode, dtype:
 
 def plain_reduction(meta: PoolMeta, mode: str = "max") -> Reduction:
     return make_reduction(meta, torch.float32, mode)
+
+
+@pytest.mark.parametrize(
+    ("capability", "capturing", "attributes"),
+    [((9, 0), False, ((6, 1),)), ((12, 0), False, ((6, 1),)), ((8, 9), False, ()), ((9, 0), True, ())],
+)
+def test_kernels_come_up_before_the_one_ahead_has_ended(
+    device: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    capturing: bool,
+    attributes: tuple[tuple[int, int], ...],
+) -> None:
+    """Attribute 6 of cuda.h, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION; not for chips without, and not in
+    graphs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(capture, "_held", {})
+    meta = pool_meta_from_indices(INDICES, 5)
+    for _ in range(2):
+        execute.forward(meta, torch.randn(6, 5), plain_reduction(meta), need_aux=True, rs=None)
+    assert {launched.attributes for launched in device.driver.launches} == {attributes}
+    (grid,) = {launched.grid for launched in device.driver.launches}
+    assert grid[1:] == (1, 1)
+
+
+def test_a_launch_that_the_driver_refuses_raises(device: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    device.driver.status = 719
+    meta = pool_meta_from_indices(INDICES, 5)
+    with pytest.raises(RuntimeError, match="CUDA driver error 719"):
+        execute.forward(meta, torch.randn(6, 5), plain_reduction(meta), need_aux=True, rs=None)
 
 
 def test_without_aux_there_is_no_address(device: Machine) -> None:

@@ -25,6 +25,7 @@ from knnpool_gen.runtime import canary, capture, compile, cuda, execute, launch
 from knnpool_gen.runtime.plan import PoolMeta, pool_meta_from_indices
 from knnpool_gen.runtime.select import Configuration, DeviceFacts
 from knnpool_gen.vocabulary import Direction, Mode, Staging
+from launch_description import LaunchDescription
 
 KERNEL = KERNELS[KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 1)]
 CONFIGURATION = Configuration(KERNEL, (("KNNPOOL_K", 9),), 33, 128, 100_000)
@@ -136,6 +137,11 @@ class Machine:
         self.note("launch", self.functions[function])
         self.note("stream", facts[7] - STREAM)
 
+    def launch_kernel_ex(self, description: int, function: int, parameters: int, extra: None) -> int:
+        self.note("launch", self.functions[function])
+        self.note("stream", LaunchDescription.at(description).stream - STREAM)
+        return 0
+
 
 class Placed(Tensor):
     """On a device, by its own account."""
@@ -161,6 +167,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cuda, "driver", lambda: machine)
     monkeypatch.setattr(cuda, "runtime", lambda: machine)
     monkeypatch.setattr(cuda, "capture_mode_exchange", lambda: lambda mode: 0)
+    monkeypatch.setattr(cuda, "launch_kernel_ex", lambda: machine.launch_kernel_ex)
     monkeypatch.setattr(compile, "cubin", lambda kernel, arch, macros: f"{kernel.name} {arch} {macros}".encode())
     monkeypatch.setattr(torch.cuda, "device", machine.guard)
     monkeypatch.setattr(torch.cuda, "current_device", machine.current_device)

@@ -125,6 +125,15 @@ __device__ __forceinline__ unsigned narrow(float low, float high) {
     return *reinterpret_cast<const unsigned*>(&both);
 }
 
+// Lets the next kernel of the stream come up while this one runs, and waits until the one before has ended. Above
+// it, only tables of the plan may be read: no kernel of the stream writes those. For chips from sm_90 on.
+__device__ __forceinline__ void join_the_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Rows of the tile that begins at row `first`.
 __device__ __forceinline__ int rows_of_tile(long long first, long long rows) {
     return rows - first < KNNPOOL_STACK * ROWS ? static_cast<int>(rows - first) : KNNPOOL_STACK * ROWS;
@@ -255,11 +264,13 @@ knnpool_backward_avg_bfloat16_shared_r2(
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
     Ahead ahead;
     Reads reads[HELD];
+    if (ALL_HELD) look_up(reads, rev_order, rev_head, 0, NIN, 0);
+
+    join_the_stream();
     if (first < rows) {
         const int live = rows_of_tile(first, rows);
         if (PARTS == 1) fetch(ahead, grad_y + first * NOUT, NOUT, live, 0);
     }
-    if (ALL_HELD) look_up(reads, rev_order, rev_head, 0, NIN, 0);
 
     for (; first < rows; first += stride) {
         const int live = rows_of_tile(first, rows);

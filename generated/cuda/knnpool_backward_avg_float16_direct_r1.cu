@@ -40,6 +40,15 @@ __device__ __forceinline__ float row_of(const Word* word, int r) {
     return word[r];
 }
 
+// Lets the next kernel of the stream come up while this one runs, and waits until the one before has ended. Above
+// it, only tables of the plan may be read: no kernel of the stream writes those. For chips from sm_90 on.
+__device__ __forceinline__ void join_the_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float widen(Value value) { return __half2float(__ushort_as_half(value)); }
 
 __device__ __forceinline__ Value narrow(float value) { return __half_as_ushort(__float2half_rn(value)); }
@@ -67,6 +76,7 @@ knnpool_backward_avg_float16_direct_r1(
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int CHUNKS = (NIN + KNNPOOL_THREADS - 1) / KNNPOOL_THREADS;  // of nodes, a block each
 
+    join_the_stream();
     const long long chunks = (rows + ROWS - 1) / ROWS * CHUNKS;
     for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const long long first = chunk / CHUNKS * ROWS;

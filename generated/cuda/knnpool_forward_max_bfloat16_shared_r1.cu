@@ -172,6 +172,15 @@ __device__ __forceinline__ void put(
     }
 }
 
+// Lets the next kernel of the stream come up while this one runs, and waits until the one before has ended. Above
+// it, only tables of the plan may be read: no kernel of the stream writes those. For chips from sm_90 on.
+__device__ __forceinline__ void join_the_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Where aux of the rows from `row` on begins, a group of ROWS at one node side by side.
 __device__ __forceinline__ long long blocked(long long row, int node) {
     return (row / AUX_ROWS * KNNPOOL_NOUT + node) * AUX_ROWS + row % AUX_ROWS;
@@ -243,9 +252,6 @@ knnpool_forward_max_bfloat16_shared_r1(
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
-    Ahead ahead;
-    if (PARTS == 1 && first < rows) fetch(ahead, x + first * NIN, NIN, rows_of_tile(first, rows), 0);
-
     for (int s = threadIdx.x; s < KNNPOOL_STACK; s += KNNPOOL_THREADS) {
         Value pad[ROWS];
         #pragma unroll
@@ -254,6 +260,10 @@ knnpool_forward_max_bfloat16_shared_r1(
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
+
+    join_the_stream();
+    Ahead ahead;
+    if (PARTS == 1 && first < rows) fetch(ahead, x + first * NIN, NIN, rows_of_tile(first, rows), 0);
 
     for (; first < rows; first += stride) {
         const int live = rows_of_tile(first, rows);

@@ -41,6 +41,15 @@ __device__ __forceinline__ unsigned short row_of(const Word* word, int r) {
     return word[r];
 }
 
+// Lets the next kernel of the stream come up while this one runs, and waits until the one before has ended. Above
+// it, only tables of the plan may be read: no kernel of the stream writes those. For chips from sm_90 on.
+__device__ __forceinline__ void join_the_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr Word LOWEST = 0xfc00;   // -inf in every row
 
 // Whether a is greater than b; a NaN is never greater.
@@ -73,6 +82,7 @@ knnpool_forward_max_float16_direct_r1(
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int CHUNKS = (NOUT + KNNPOOL_THREADS - 1) / KNNPOOL_THREADS;  // of columns, a block each
 
+    join_the_stream();
     const long long chunks = (rows + ROWS - 1) / ROWS * CHUNKS;
     for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const long long first = chunk / CHUNKS * ROWS;

@@ -131,6 +131,15 @@ __device__ __forceinline__ void put(
     }
 }
 
+// Lets the next kernel of the stream come up while this one runs, and waits until the one before has ended. Above
+// it, only tables of the plan may be read: no kernel of the stream writes those. For chips from sm_90 on.
+__device__ __forceinline__ void join_the_stream() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Looks up where the nodes of the thread's columns from `begin` on lie in the tile, if they have few enough slots.
 __device__ __forceinline__ void look_up(
     int (&place)[HELD][SLOTS], const KNNPOOL_INDEX* __restrict__ indices, int begin)
@@ -169,9 +178,6 @@ knnpool_forward_sum_float32_shared_r1(
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
-    Ahead ahead;
-    if (PARTS == 1 && first < rows) fetch(ahead, x + first * NIN, NIN, rows_of_tile(first, rows), 0);
-
     for (int s = threadIdx.x; s < KNNPOOL_STACK; s += KNNPOOL_THREADS) {
         Value pad[ROWS];
         #pragma unroll
@@ -180,6 +186,10 @@ knnpool_forward_sum_float32_shared_r1(
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
+
+    join_the_stream();
+    Ahead ahead;
+    if (PARTS == 1 && first < rows) fetch(ahead, x + first * NIN, NIN, rows_of_tile(first, rows), 0);
 
     for (; first < rows; first += stride) {
         const int live = rows_of_tile(first, rows);

@@ -22,7 +22,10 @@ from knnpool_gen.bench.buffers import empty_sets, random_sets
 from knnpool_gen.bench.cases import Case
 from knnpool_gen.bench.measure import Contender
 from knnpool_gen.bench.tables import BenchTable
-from knnpool_gen.pooling import pool_backward, pool_forward
+from knnpool_gen.pooling import backward, forward, pool_forward
+from knnpool_gen.reduction import make_reduction
+from knnpool_gen.runtime.aux_layout import AuxLayout, block_aux
+from knnpool_gen.runtime.execute import aux_layout
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.vocabulary import Direction, Mode
 
@@ -127,17 +130,22 @@ def contender(peer: Peer, stage: Stage) -> Contender:
 
 
 def _ours(stage: Stage) -> Contender:
-    mode = stage.case.mode.value
+    """The kernels as autograd runs them, with aux as it keeps it."""
+    meta, inputs = stage.meta, stage.inputs
+    reduction = make_reduction(meta, stage.dtype, stage.case.mode.value, **stage.options)
+    layout = aux_layout(meta, inputs[0], reduction)
     kept = _Kept(stage.sets)
     if stage.case.direction is Direction.FORWARD:
 
         def run(i: int) -> None:
-            kept.keep(i, pool_forward(stage.meta, stage.inputs[i], mode, **stage.options))
+            kept.keep(i, forward(meta, inputs[i], reduction, need_aux=True, layout=layout))
 
     else:
+        blocks = layout is AuxLayout.BLOCKS
+        slots = [block_aux(aux) if blocks and aux is not None else aux for aux in stage.aux]
 
         def run(i: int) -> None:
-            kept.keep(i, pool_backward(stage.meta, stage.inputs[i], stage.aux[i], mode, **stage.options))
+            kept.keep(i, backward(meta, inputs[i], slots[i], reduction, None, layout=layout))
 
     return Contender(Peer.OURS.value, run, stage.sets)
 

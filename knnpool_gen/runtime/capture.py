@@ -80,7 +80,7 @@ def built_apart(build: Callable[P, T]) -> Callable[P, T]:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until tables are written: they are used from other streams than the one that built them."""
+    """Wait until tables are written: other streams use them, and kernels that begin before the one ahead has ended."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

@@ -45,8 +45,19 @@ def runtime() -> ModuleType:
 @cache
 def capture_mode_exchange() -> Callable[..., int]:
     """``cuThreadExchangeStreamCaptureMode``, which CuPy does not bind."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return library.cuThreadExchangeStreamCaptureMode
+    return _driver_library().cuThreadExchangeStreamCaptureMode
+
+
+@cache
+def launch_kernel_ex() -> Callable[..., int]:
+    """``cuLaunchKernelEx``, which CuPy does not bind: launch description, function, parameters, nothing; addresses."""
+    launch = _driver_library().cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
+    return launch
+
+
+def _driver_library() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _cupy_module(name: str) -> ModuleType:

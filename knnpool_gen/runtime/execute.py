@@ -15,7 +15,7 @@ from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.aux_layout import AuxLayout, can_block_aux
-from knnpool_gen.runtime.launch import compile_ahead, device_facts, load, start
+from knnpool_gen.runtime.launch import can_overlap, compile_ahead, device_facts, load, start
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import Configuration, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
@@ -101,6 +101,8 @@ class _Prepared:
     function: int
     arguments: tuple[int | str, ...]
     """Address or number; for a tensor that the call brings, its name."""
+    overlaps: bool
+    """Whether it can come up before the kernel ahead of it has ended."""
 
 
 _prepared: weakref.WeakKeyDictionary[object, dict[object, _Prepared]] = weakref.WeakKeyDictionary()
@@ -153,8 +155,10 @@ def _run(
         if len(of_owner) >= MOST_PREPARED:
             of_owner.clear()
         of_owner[key] = prepared
-    _start(prepared, [addresses.get(a, 0) if isinstance(a, str) else a for a in prepared.arguments], outputs, device)
-    if torch.cuda.is_current_stream_capturing():
+    arguments = [addresses.get(a, 0) if isinstance(a, str) else a for a in prepared.arguments]
+    capturing = torch.cuda.is_current_stream_capturing()
+    _start(prepared, arguments, outputs, device, prepared.overlaps and not capturing)  # graphs are replayed anywhere
+    if capturing:
         capture.hold(meta)
         capture.hold(reduction.weights)
     return None
@@ -179,17 +183,17 @@ def _prepare(
         return found.data_ptr()
 
     arguments = tuple(argument(name) for name in configuration.kernel.arguments)
-    return _Prepared(configuration, load(configuration, device), arguments)
+    return _Prepared(configuration, load(configuration, device), arguments, can_overlap(device))
 
 
-def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...], device: int) -> None:
+def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...], device: int, overlap: bool) -> None:
     """Launch; where that is due, find out whether the kernel writes everything."""
-    if not canary.due(prepared.function):
-        start(prepared.function, prepared.configuration, device, arguments)
-        return
     function, configuration = prepared.function, prepared.configuration
+    if not canary.due(function):
+        start(function, configuration, device, arguments, overlap)
+        return
     canary.check(
-        function, configuration.kernel.name, outputs, lambda: start(function, configuration, device, arguments)
+        function, configuration.kernel.name, outputs, lambda: start(function, configuration, device, arguments, overlap)
     )
 
 

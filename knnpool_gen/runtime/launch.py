@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from knnpool_gen.kernel import Kernel
-from knnpool_gen.runtime import capture, compile, cuda
+from knnpool_gen.runtime import capture, compile, cuda, overlapped
 from knnpool_gen.runtime.select import Configuration, DeviceFacts
 from knnpool_gen.runtime.tuned import device_label
 
@@ -48,17 +48,21 @@ def launch(configuration: Configuration, device: int, values: Mapping[str, int])
     """Launch on the current stream of ``device``; ``values`` holds an address or number for every argument."""
     with _current(device):
         function = load(configuration, device)
-        start(function, configuration, device, [values[name] for name in configuration.kernel.arguments])
+        arguments = [values[name] for name in configuration.kernel.arguments]
+        start(function, configuration, device, arguments, overlap=False)
 
 
-def start(function: int, configuration: Configuration, device: int, arguments: list[int]) -> None:
+def start(function: int, configuration: Configuration, device: int, arguments: list[int], overlap: bool) -> None:
     """Launch the loaded ``function`` on the current stream of ``device``, which is the current device.
 
-    The arguments come in the kernel's order.
+    The arguments come in the kernel's order. ``overlap`` lets it come up before the kernel ahead of it has ended.
     """
     _enter_context(device)
     cells, pointers = _parameters.of(len(arguments))
     cells[:] = arguments  # type: ignore[assignment]
+    if overlap:
+        overlapped.start(function, configuration, _current_stream(device), pointers)
+        return
     cuda.driver().launchKernel(
         function, configuration.grid, 1, 1, configuration.threads, 1, 1,
         configuration.shared_bytes, _current_stream(device), pointers, 0,
@@ -145,6 +149,11 @@ def _load_now(configuration: Configuration, device: int) -> int:
 def _arch(device: int) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def can_overlap(device: int) -> bool:
+    """Whether kernels of ``device`` can come up before the one ahead has ended."""
+    return torch.cuda.get_device_capability(device) >= overlapped.FIRST_CAPABILITY
 
 
 def _enter_context(device: int) -> None:

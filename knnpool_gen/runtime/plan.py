@@ -99,6 +99,7 @@ class PoolMeta:
         object.__setattr__(self, "rev_order", order.to(torch.int32))
         object.__setattr__(self, "rev_head", self._head(order))
         _by_own_table[id(self.indices)] = self
+        capture.wait(self.device)
 
     def _order(self) -> Tensor:
         """The input nodes, chunk after chunk, those with the most readers first: short work fills the gaps."""
@@ -125,6 +126,7 @@ class PoolMeta:
         self.__dict__.update(state)
         self.__dict__["device"] = self.indices.device
         _by_own_table[id(self.indices)] = self
+        capture.wait(self.device)
 
     @ordinary_tensors()
     def to(self, device: DeviceLike) -> PoolMeta:
@@ -133,7 +135,6 @@ class PoolMeta:
             return self
         moved = object.__new__(PoolMeta)
         moved.__setstate__({name: _moved(value, device) for name, value in vars(self).items()})
-        capture.wait(moved.device)
         return moved
 
 
@@ -212,7 +213,7 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
     nodes = table[real]  # both in order of k * Nout + n, which the stable sort keeps within a node
     entries = packed[real][nodes.argsort(stable=True)]
     ends = nodes.bincount(minlength=nin).cumsum(0)
-    plan = PoolMeta(
+    return PoolMeta(
         nin=nin,
         nout=nout,
         k=k,
@@ -224,8 +225,6 @@ def pool_meta_from_indices(indices: Tensor, nin: SupportsIndex, device: DeviceLi
         rev_kn=entries if wide else entries.to(torch.int32),
         device=device,
     )
-    capture.wait(device)
-    return plan
 
 
 class PlanCache:

@@ -122,7 +122,7 @@ def test_who_fails_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object, **__: object) -> None:
         raise KernelError("no such luck\nin many lines")
 
-    monkeypatch.setattr(peers, "pool_forward", fail)
+    monkeypatch.setattr(peers, "forward", fail)
     with pytest.raises(UnavailableError, match=r"^KernelError: no such luck$"):
         contender(Peer.OURS, stage_of())
 
