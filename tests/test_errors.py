@@ -489,7 +489,7 @@ def no_cupy(fresh_doors: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_cupy")
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    configuration = Configuration(KERNEL, (), 1, 64, 0)
+    configuration = Configuration(KERNEL, (), 1, 64, 0, 1)
     message = f"CUDA kernels are compiled and launched through CuPy, which is missing: {EXTRAS}"
     calls: list[Callable[[], object]] = [
         lambda: launch.launch(configuration, 0, {}),

@@ -36,7 +36,7 @@ KERNEL = KERNELS[KEY]
 
 
 def configuration(shared_bytes: int = 1000, **macros: int) -> Configuration:
-    return Configuration(KERNEL, tuple(macros.items()) or (("KNNPOOL_K", 9),), 33, 128, shared_bytes)
+    return Configuration(KERNEL, tuple(macros.items()) or (("KNNPOOL_K", 9),), 33, 128, shared_bytes, 33)
 
 
 VALUES = {name: 0x7F00_0000_0000 + 0x1000 * i for i, name in enumerate(KERNEL.arguments)} | {"rows": 2**33 + 5}
@@ -52,6 +52,8 @@ class Driver:
     attributes: list[tuple[int, int, int]] = field(default_factory=list)
     launches: list[SimpleNamespace] = field(default_factory=list)
     fails: bool = False
+    resident: int = 4
+    """Blocks of whatever kernel that a multiprocessor holds."""
     status: int = 0
     """What ``cuLaunchKernelEx`` returns."""
     work: Callable[[list[int]], object] = lambda arguments: None
@@ -77,6 +79,9 @@ class Driver:
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
         self.attributes.append((function, attribute, value))
+
+    def occupancyMaxActiveBlocksPerMultiprocessor(self, function: int, threads: int, shared: int) -> int:  # noqa: N802
+        return self.resident
 
     def launchKernel(self, function: int, *facts: int) -> None:  # noqa: N802
         gx, gy, gz, bx, by, bz, shared, stream, parameters, extra = facts
@@ -155,7 +160,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("KNNPOOL_CANARY", raising=False)
-    monkeypatch.setattr(launch, "_facts", {})
+    monkeypatch.setattr(launch, "_facts", dict.fromkeys(range(-1, 4), H200))
     knnpool_gen.clear_pool_cache()
     yield machine
     knnpool_gen.clear_pool_cache()
@@ -296,6 +301,7 @@ def test_the_size_of_a_device_is_asked_once(machine: Machine, monkeypatch: pytes
         )
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(launch, "_facts", {})
     first = replace(H200, label="NVIDIA H200 sm_90")
     assert [launch.device_facts(index) for index in (0, 1, 0)] == [first, replace(first, multiprocessors=133), first]
     assert asked == [0, 1]
@@ -385,6 +391,15 @@ def test_kernels_come_up_before_the_one_ahead_has_ended(
     assert {launched.attributes for launched in device.driver.launches} == {attributes}
     (grid,) = {launched.grid for launched in device.driver.launches}
     assert grid[1:] == (1, 1)
+
+
+@pytest.mark.parametrize(("resident", "rows", "grid"), [(4, 5000, 528), (7, 5000, 924), (0, 5000, 132), (4, 40, 40)])
+def test_as_many_blocks_as_the_device_holds(device: Machine, resident: int, rows: int, grid: int) -> None:
+    """132 multiprocessors, and tiles of one row."""
+    device.driver.resident = resident
+    meta = pool_meta_from_indices(INDICES, 5)
+    execute.forward(meta, torch.randn(rows, 5), plain_reduction(meta), need_aux=True, rs=1)
+    assert device.driver.launches[-1].grid == (grid, 1, 1)
 
 
 def test_a_launch_that_the_driver_refuses_raises(device: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,7 +618,7 @@ def test_launches_fit_the_choice(machine: Machine) -> None:
     assert chosen.shared_bytes > 48 * 1024
     launch.launch(chosen, 0, VALUES)
     (launched,) = machine.driver.launches
-    assert (launched.grid[0], launched.block[0], launched.shared) == (chosen.grid, chosen.threads, chosen.shared_bytes)
+    assert (launched.block[0], launched.shared) == (chosen.threads, chosen.shared_bytes)
     assert machine.driver.attributes == [(1101, 8, chosen.shared_bytes)]
 
 

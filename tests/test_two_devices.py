@@ -28,7 +28,7 @@ from knnpool_gen.vocabulary import Direction, Mode, Staging
 from launch_description import LaunchDescription
 
 KERNEL = KERNELS[KernelKey(Direction.FORWARD, Mode.MAX, "float32", Staging.SHARED, 1)]
-CONFIGURATION = Configuration(KERNEL, (("KNNPOOL_K", 9),), 33, 128, 100_000)
+CONFIGURATION = Configuration(KERNEL, (("KNNPOOL_K", 9),), 33, 128, 100_000, 33)
 VALUES = {name: 0x1000 * i for i, name in enumerate(KERNEL.arguments)}
 INDICES = torch.tensor([[0, 2, 5, 1], [1, 5, 5, 3]])
 CONTEXT, STREAM = 0x100, 0x500
@@ -133,6 +133,10 @@ class Machine:
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
         self.note("attribute", self.functions[function])
 
+    def occupancyMaxActiveBlocksPerMultiprocessor(self, function: int, threads: int, shared: int) -> int:  # noqa: N802
+        self.note("occupancy", self.functions[function])
+        return 4
+
     def launchKernel(self, function: int, *facts: int) -> None:  # noqa: N802
         self.note("launch", self.functions[function])
         self.note("stream", facts[7] - STREAM)
@@ -175,6 +179,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.current_device() in machine.captured)
     monkeypatch.setattr(launch, "_current_stream", lambda index: STREAM + index)
     monkeypatch.setattr(execute, "device_facts", lambda index: DeviceFacts(132, 227 * 1024, 228 * 1024, 2048))
+    monkeypatch.setattr(launch, "_facts", dict.fromkeys(range(2), execute.device_facts(0)))
     monkeypatch.setattr(capture, "_held", {})
     monkeypatch.setenv("KNNPOOL_CANARY", "off")
     knnpool_gen.clear_pool_cache()
@@ -233,7 +238,7 @@ def test_loaded_once_on_each_device(machine: Machine) -> None:
 @both_ways
 def test_on_another_device_than_the_current_one(machine: Machine, here: int, there: int) -> None:
     machine.setDevice(here)
-    for steps in (("load", "attribute", "launch", "stream"), ("launch", "stream")):
+    for steps in (("load", "attribute", "occupancy", "launch", "stream"), ("occupancy", "launch", "stream")):
         machine.events.clear()
         launch.launch(CONFIGURATION, there, VALUES)
         assert machine.events == everything_on(there, *steps)
@@ -268,7 +273,7 @@ def test_a_thread_without_a_context(machine: Machine, device: int, loaded: bool)
         after.append(machine.current_device())
 
     at_once(call)
-    steps = ("launch", "stream") if loaded else ("load", "attribute", "launch", "stream")
+    steps = ("occupancy", "launch", "stream") if loaded else ("load", "attribute", "occupancy", "launch", "stream")
     assert machine.events == everything_on(device, *steps)
     assert after == [0]
 
@@ -282,7 +287,7 @@ def test_back_on_a_device_that_was_not_in_use(machine: Machine, loaded: bool) ->
         at_once(lambda: launch.launch(CONFIGURATION, 0, VALUES))
     machine.events.clear()
     launch.launch(CONFIGURATION, 0, VALUES)
-    steps = ("launch", "stream") if loaded else ("load", "attribute", "launch", "stream")
+    steps = ("occupancy", "launch", "stream") if loaded else ("load", "attribute", "occupancy", "launch", "stream")
     assert machine.events == everything_on(0, *steps)
     assert machine.current_device() == 0
 

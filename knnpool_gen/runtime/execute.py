@@ -15,7 +15,7 @@ from knnpool_gen.reduction import Reduction
 from knnpool_gen.reference import reverse_weights
 from knnpool_gen.runtime import canary, capture
 from knnpool_gen.runtime.aux_layout import AuxLayout, can_block_aux
-from knnpool_gen.runtime.launch import can_overlap, compile_ahead, device_facts, load, start
+from knnpool_gen.runtime.launch import can_overlap, compile_ahead, device_facts, fitted, load, start
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import Configuration, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
@@ -183,7 +183,8 @@ def _prepare(
         return found.data_ptr()
 
     arguments = tuple(argument(name) for name in configuration.kernel.arguments)
-    return _Prepared(configuration, load(configuration, device), arguments, can_overlap(device))
+    function = load(configuration, device)
+    return _Prepared(fitted(configuration, function, device), function, arguments, can_overlap(device))
 
 
 def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...], device: int, overlap: bool) -> None:

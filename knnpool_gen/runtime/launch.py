@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -48,6 +49,7 @@ def launch(configuration: Configuration, device: int, values: Mapping[str, int])
     """Launch on the current stream of ``device``; ``values`` holds an address or number for every argument."""
     with _current(device):
         function = load(configuration, device)
+        configuration = fitted(configuration, function, device)
         arguments = [values[name] for name in configuration.kernel.arguments]
         start(function, configuration, device, arguments, overlap=False)
 
@@ -89,6 +91,18 @@ def load(configuration: Configuration, device: int) -> int:
             if function is None:
                 function = _functions[key] = _load_now(configuration, device)
     return function
+
+
+def fitted(configuration: Configuration, function: int, device: int) -> Configuration:
+    """The same with exactly as many blocks as ``device``, the current device, holds at once.
+
+    Fewer leave room that a kernel which comes up early would take on some multiprocessors and not on others.
+    """
+    _enter_context(device)
+    blocks: int = cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
+        function, configuration.threads, configuration.shared_bytes
+    )
+    return replace(configuration, grid=min(configuration.tiles, max(1, blocks) * device_facts(device).multiprocessors))
 
 
 class _Parameters(threading.local):

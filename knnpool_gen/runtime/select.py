@@ -105,8 +105,11 @@ class Configuration:
     macros: tuple[tuple[str, int | str], ...]
     """The facts of table and launch that are compiled in, name and value."""
     grid: int
+    """Blocks, as many as the device can be expected to hold at once."""
     threads: int
     shared_bytes: int
+    tiles: int
+    """Tiles, or parts of rows, that blocks take turns with: more blocks than these have nothing to do."""
 
 
 def all_tile_heights() -> set[int]:
@@ -239,6 +242,7 @@ def configure(
         grid=max(1, min(tiles, device.multiprocessors * resident)),
         threads=threads,
         shared_bytes=shared_bytes,
+        tiles=max(1, tiles),
     )
 
 

@@ -110,6 +110,7 @@ def test_the_problem_is_the_one_that_a_call_poses(
     monkeypatch.setattr(execute, "start", lambda *_: None)
     monkeypatch.setattr(execute, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(execute, "can_overlap", lambda device: False)
+    monkeypatch.setattr(execute, "fitted", lambda configuration, *_: configuration)
     if direction is Direction.FORWARD:
         execute.forward(meta, stage.inputs[0], reduction, True, None)
     else:

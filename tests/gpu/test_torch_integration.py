@@ -199,6 +199,7 @@ def test_fake_tensors() -> None:
     assert (y.shape, y.dtype, y.device.type) == ((2, 4), torch.float16, "cuda")
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # ours give the same again
 def test_the_layer_below_runs_in_compiled_code_too() -> None:
     """It takes a plan, which no graph can hold: the graph breaks there."""
     meta = pool_meta_from_indices(TABLE, NIN, "cuda")
