@@ -340,7 +340,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float16_shared_r1",
         file="cuda/knnpool_forward_avg_float16_shared_r1.cu",
-        sha256="c4e7bce35ba848d293f4aec9ecf610d7565a3aa1174a534ab8e789aa9bbad457",
+        sha256="676b0bac07ff73b48369792c763f027383225a4eae5b33fa3530639cfc0d8a26",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -430,7 +430,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r1.cu",
-        sha256="ab9d950cd42f2382cfd9db4e8f0fda3b1585ff7d6d7bccc7ad75d0e00536ddff",
+        sha256="2c5e912b510706debb47a7f88568633314109316ddbf9a2ab1425d88191044ec",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -520,7 +520,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float32_shared_r1",
         file="cuda/knnpool_forward_avg_float32_shared_r1.cu",
-        sha256="7e8d11985fcd616778dd799aea334851d3b26c0f56e87aa066cc3f0f28625ccd",
+        sha256="ee47048e475583ca100dab76c9d26df63731064e6abc5feb7f8c750627b30563",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -610,7 +610,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float64_shared_r1",
         file="cuda/knnpool_forward_avg_float64_shared_r1.cu",
-        sha256="9c51369622c9953dac1dbb3e1e7577134aa2aa046443237e37f0ea16d3efa498",
+        sha256="323418850aa91e0d030147b9b93015249ee065fc4287418bc213f36126297edd",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -670,7 +670,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float16_shared_r1",
         file="cuda/knnpool_forward_sum_float16_shared_r1.cu",
-        sha256="b640948062f9b8d22cbb013913167822c5d856349172402ef118fd5383849b0a",
+        sha256="c869cb1e2e8dd3356c0739cdebc3d0d18b0ef4e92525d0d04d5c3755252dcbac",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -760,7 +760,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r1.cu",
-        sha256="9cd087b6d8ade029ba1cd83bdcb41349a3ec0e592b744e34c94599cf21556767",
+        sha256="a9d04c9869fad1d2a9c3284f7e9d60cbe4e9857bfb0d61e0088f31d095a23b10",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -850,7 +850,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float32_shared_r1",
         file="cuda/knnpool_forward_sum_float32_shared_r1.cu",
-        sha256="1db34a53bcaf922e11e3eb923d928175b0f25e781c573192b91981ed84c0a550",
+        sha256="bc914ad48cd4c7645190b43e073bc38bbd23c4c20317640269af65e1519bea9a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -940,7 +940,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float64_shared_r1",
         file="cuda/knnpool_forward_sum_float64_shared_r1.cu",
-        sha256="edef7d1ce9722fa6363577c81904e7c391584807730ffc98c8ccea0fd741aeb6",
+        sha256="85f5e7146b97f9b155e39b4a4278d70f248c61978c51cae3d118657835f618d1",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -1000,7 +1000,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float16_shared_r1",
         file="cuda/knnpool_forward_weighted_float16_shared_r1.cu",
-        sha256="a6f2e15ab15c219b0421e54075f01249e2547f754957dbfad5fa7a681e7cbe6d",
+        sha256="dcfc655b3ada5f948f2d4df0168c2e11c24c8be8bf6d6b7357edec558436efce",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1090,7 +1090,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r1.cu",
-        sha256="1fc9a501cfaf6cfac9bac722dfbbd1f058f15cb31938ef8d79aedeab3d1e5d82",
+        sha256="a47a6239f4b644c91514d47effbbf8b3fe9b908876deaef2bbaefe35e1b4bcd9",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1180,7 +1180,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float32_shared_r1",
         file="cuda/knnpool_forward_weighted_float32_shared_r1.cu",
-        sha256="4c5f77f7b51c5cbbf09f0582c5f8b56072a43574d0e88266e199b9002f88cc32",
+        sha256="c0bfb9ebf04fe8c369696620eb53963701898a158fa1c8a8fad5d7d36c7cc79f",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1270,7 +1270,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float64_shared_r1",
         file="cuda/knnpool_forward_weighted_float64_shared_r1.cu",
-        sha256="24bf6af871b3747584fb8ba8ffc9d2ee610a46dd3706696f9af14025d8a17087",
+        sha256="ccabc5fa0bf982082eb3ca261501037408d4bcc16e222b8b1e8970dc67c31433",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,

@@ -224,7 +224,7 @@ knnpool_forward_avg_bfloat16_shared_r1(
                 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) size[r] = count[n];
 
-                #pragma unroll 12
+                #pragma unroll 32
                 for (int k = 0; k < K; ++k) {
                     const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
                     const Node node = load(tile + s * PIECES * ROOM, ROOM, at);

@@ -210,7 +210,7 @@ knnpool_forward_sum_float32_shared_r1(
                 const int s = KNNPOOL_STACK > 1 ? column / NOUT : 0, n = column - s * NOUT;
                 float sum[ROWS] = {};
 
-                #pragma unroll 12
+                #pragma unroll 32
                 for (int k = 0; k < K; ++k) {
                     const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
                     const Node node = load(tile + s * PIECES * ROOM, ROOM, at);

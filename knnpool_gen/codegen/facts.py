@@ -26,6 +26,8 @@ AHEAD_BYTES = 128
 """Registers of a thread for values that are on their way to shared memory, in bytes."""
 MOST_LOADS = 16
 """Loads of one row that a thread keeps in flight at most."""
+LONE_COLUMN_UNROLL = 32
+"""Look-ups that a thread has under way where nothing else hides what they take."""
 COMMENT_COLUMN = 34
 """Column of the comments behind the constants."""
 
@@ -333,6 +335,14 @@ class KernelFacts:
         if self.shared:
             return 12 if self.node.pieces == 1 else 4
         return 8 if self.node.bytes <= 8 else 4
+
+    @property
+    def column_unroll(self) -> int:
+        """The same for columns of any length in shared memory.
+
+        A single row has registers to spare, and serves few rows with long columns, where one thread adds them up.
+        """
+        return LONE_COLUMN_UNROLL if self.rows == 1 and not self.splits else self.unroll
 
     @property
     def resident_threads(self) -> int:
