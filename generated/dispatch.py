@@ -340,7 +340,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float16_shared_r1",
         file="cuda/knnpool_forward_avg_float16_shared_r1.cu",
-        sha256="676b0bac07ff73b48369792c763f027383225a4eae5b33fa3530639cfc0d8a26",
+        sha256="041d8c52d738c346dd909d35c8a447e60a12f23918217fa5c27d806446b30b6e",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -355,7 +355,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float16_shared_r2",
         file="cuda/knnpool_forward_avg_float16_shared_r2.cu",
-        sha256="3f477727db571100e3d0bcaa92b97470b127445579613f7ca2ef93c7cdd5be9e",
+        sha256="96125b1cb0a9a3c6f5e1e05a58c69c2ada61b7f61ba2d021c48e33a6423327c6",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -370,7 +370,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_float16_shared_r4",
         file="cuda/knnpool_forward_avg_float16_shared_r4.cu",
-        sha256="bf86e24cbde1fe0d24c5ebf7079f6040f3557c8599097a69ead60eae92c298eb",
+        sha256="89dd614a0e7bd5943356e27e7c8caf749908401af4182ae0c74192f18a662c78",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -430,7 +430,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r1",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r1.cu",
-        sha256="2c5e912b510706debb47a7f88568633314109316ddbf9a2ab1425d88191044ec",
+        sha256="ad43410cdbf92b08b6dedb1c2ac167f334ddcd7c469a4b3f9adb316f135b07a9",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -445,7 +445,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r2",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r2.cu",
-        sha256="b25b38121abdcca135ba9bc092f86f6d7d3c8d23df12dfab0a47705112f34dad",
+        sha256="f2b1cb36bcafdd193a4ddae591bbda2527849ec76d503c6d0d8b1957bb47469f",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -460,7 +460,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_avg_bfloat16_shared_r4",
         file="cuda/knnpool_forward_avg_bfloat16_shared_r4.cu",
-        sha256="f2742831dae1c21c71896858983efc9d56da9128e7656a11fa2a32dd5af71491",
+        sha256="70e99f66cb72872805b2f160c45b7d5623cd99966226b7c45e6a545f2ca89fe5",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -520,7 +520,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float32_shared_r1",
         file="cuda/knnpool_forward_avg_float32_shared_r1.cu",
-        sha256="ee47048e475583ca100dab76c9d26df63731064e6abc5feb7f8c750627b30563",
+        sha256="5ec2e99ae4bc48e8308ed3afbfb3386063870caf8cf71cfca916dae1c2070166",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -535,7 +535,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float32_shared_r2",
         file="cuda/knnpool_forward_avg_float32_shared_r2.cu",
-        sha256="1cb8a7cc9cff6924464e995004201d617b9d0ef955a2bc2a90cbd15ae29f0bc2",
+        sha256="36ed27256263800765e632c9d2a407e903274472dce0f6bad30e81a265c79793",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -610,7 +610,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_avg_float64_shared_r1",
         file="cuda/knnpool_forward_avg_float64_shared_r1.cu",
-        sha256="323418850aa91e0d030147b9b93015249ee065fc4287418bc213f36126297edd",
+        sha256="194c57f7cdac37e32e801602899ac67997ac09e8baa5db36beeb2fa8d6769d9d",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -625,7 +625,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.AVG, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_avg_float64_shared_r2",
         file="cuda/knnpool_forward_avg_float64_shared_r2.cu",
-        sha256="bca4d2863ad975128c1137d5b8aa86cd4a2efeffa3db5119918eb321857c31e5",
+        sha256="de5a011e8d8fb9c605bceb5a0491909ef4fc4a2ffd4d2fa1150d6bf3a8d01bea",
         arguments=("x", "indices", "count", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -670,7 +670,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float16_shared_r1",
         file="cuda/knnpool_forward_sum_float16_shared_r1.cu",
-        sha256="c869cb1e2e8dd3356c0739cdebc3d0d18b0ef4e92525d0d04d5c3755252dcbac",
+        sha256="1f31c1924d6f23153e921ff84391628ef1b044f6e5dac93f0195a82bcfa6582c",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -685,7 +685,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float16_shared_r2",
         file="cuda/knnpool_forward_sum_float16_shared_r2.cu",
-        sha256="f3aa13973e8dc32c99d9bf9b741a6dd98bba432de726a66b72a38d03af0fa52e",
+        sha256="0925f9deeaab89092bdc8ed3b32799066d96aa0c6c5e8f3bbdff6ec6290e442e",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -700,7 +700,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_float16_shared_r4",
         file="cuda/knnpool_forward_sum_float16_shared_r4.cu",
-        sha256="ce662c6585cfac6d48a6101282863321067a04ac78024a93e055aeb498ba3350",
+        sha256="f6a41483b891f29581f1099e6edcd2b9433759fe5f706f5a1cc95eeae72e691a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -760,7 +760,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r1",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r1.cu",
-        sha256="a9d04c9869fad1d2a9c3284f7e9d60cbe4e9857bfb0d61e0088f31d095a23b10",
+        sha256="663a536de3d1b8604f824f1cfbfb542da0f8e3a934245ad97f7d7cf8b9233dc5",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -775,7 +775,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r2",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r2.cu",
-        sha256="7ef3a6e9c09f39bc19b797f4b8f2316528964db2ce77ade61078d08845ea6ec0",
+        sha256="0189170be8d9511a7600fabba4be3ef7c4a1929636d0c8ded47a49c602ba85f8",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -790,7 +790,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_sum_bfloat16_shared_r4",
         file="cuda/knnpool_forward_sum_bfloat16_shared_r4.cu",
-        sha256="ceb7b14a750643d012115d381575a3fac6af41fb117b712aeb1a95a50220b763",
+        sha256="255de01729ed33b4ce72875917d7ccda6bdec82b391521a484380af8bbab9080",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -850,7 +850,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float32_shared_r1",
         file="cuda/knnpool_forward_sum_float32_shared_r1.cu",
-        sha256="bc914ad48cd4c7645190b43e073bc38bbd23c4c20317640269af65e1519bea9a",
+        sha256="02a7c19075c2da7297e8d1246ddb5e94bb378d0ea94c9d31a90dddd6a7ab35c1",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -865,7 +865,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float32_shared_r2",
         file="cuda/knnpool_forward_sum_float32_shared_r2.cu",
-        sha256="9b1ad23c821954e44174da2257cdcdd411e82bb83c5be942a85f97ef28bc675a",
+        sha256="d9ed2ea3199138f98d2fcf86a10a3a509aa09c0d8311dc5a5bba4970289f891a",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -940,7 +940,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_sum_float64_shared_r1",
         file="cuda/knnpool_forward_sum_float64_shared_r1.cu",
-        sha256="85f5e7146b97f9b155e39b4a4278d70f248c61978c51cae3d118657835f618d1",
+        sha256="0c90934135df3c7794d12f138e39f58cdced3dca15143920f6068a6896f10799",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -955,7 +955,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.SUM, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_sum_float64_shared_r2",
         file="cuda/knnpool_forward_sum_float64_shared_r2.cu",
-        sha256="d2f530b7834444f65e8b489c0ce1b995a0df469eac8d704c56821a8c134813a5",
+        sha256="a23e240aae8476da9cc421ae8c288cb6e1ed2046755525082319d0af0f3bfb94",
         arguments=("x", "indices", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN",),
         max_k=None,
@@ -1000,7 +1000,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float16_shared_r1",
         file="cuda/knnpool_forward_weighted_float16_shared_r1.cu",
-        sha256="dcfc655b3ada5f948f2d4df0168c2e11c24c8be8bf6d6b7357edec558436efce",
+        sha256="4bb79e98c3759a0beebe610a1bad9970c4edb91ba685b00ce0144669e53e33d5",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1015,7 +1015,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float16_shared_r2",
         file="cuda/knnpool_forward_weighted_float16_shared_r2.cu",
-        sha256="94354fb0c81c46c78df51967dd65150d80895e6e0b4ce332d6146f872eeb1263",
+        sha256="0bfd1d2b4359b65820eb763bdae8bf18964085e71f296d2b91ebb185c5fa3314",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1030,7 +1030,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_float16_shared_r4",
         file="cuda/knnpool_forward_weighted_float16_shared_r4.cu",
-        sha256="faa91309323ab2fada26be9f40e1e705a1651e348e15618249abfd3b0fe52a40",
+        sha256="0c953d20381ff039b7b7aa9569b3bb20a31ff59dda0af21f40f05fc662b0aa2f",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1090,7 +1090,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r1",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r1.cu",
-        sha256="a47a6239f4b644c91514d47effbbf8b3fe9b908876deaef2bbaefe35e1b4bcd9",
+        sha256="f97e66d961f9231c4c687f2a374f04cd62d92186cf76ced45807cb6bbebf22ac",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1105,7 +1105,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r2",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r2.cu",
-        sha256="3ea40af494d8de9cf87042e341cdc9b97ea3a4cc401f35b851236be85975abd2",
+        sha256="31f6994b99d9caf7ba4290ad26073758a63f16fdf8473f19fb1508e30cd04604",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1120,7 +1120,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "bfloat16", Staging.SHARED, 4): Kernel(
         name="knnpool_forward_weighted_bfloat16_shared_r4",
         file="cuda/knnpool_forward_weighted_bfloat16_shared_r4.cu",
-        sha256="4892329e547b10452ec3289f1bbeb03ad55002ff14444577794d3e7c364bf9f6",
+        sha256="31278dc0ce87514e26fe05b8b89dce5ae4c90083d8079516ac12a2d1c007e94d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1180,7 +1180,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float32_shared_r1",
         file="cuda/knnpool_forward_weighted_float32_shared_r1.cu",
-        sha256="c0bfb9ebf04fe8c369696620eb53963701898a158fa1c8a8fad5d7d36c7cc79f",
+        sha256="44e00e097636358133b0f915349d00e9870e67a9b7f0b42175cef8eeaedffb48",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1195,7 +1195,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float32", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float32_shared_r2",
         file="cuda/knnpool_forward_weighted_float32_shared_r2.cu",
-        sha256="d76d38b050fd85044fc741af8edabd6c961647c6e2fc38e49c7e1b5ed5beb1b1",
+        sha256="092d4b336cc644c86fd68c4f22779f35669baeb022a2127564be3ca322b29e2d",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1270,7 +1270,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 1): Kernel(
         name="knnpool_forward_weighted_float64_shared_r1",
         file="cuda/knnpool_forward_weighted_float64_shared_r1.cu",
-        sha256="ccabc5fa0bf982082eb3ca261501037408d4bcc16e222b8b1e8970dc67c31433",
+        sha256="0a4c8cccfb7c0c6fe4a99ee8c8daced51faf6b7ea88e763c17f60217198f3796",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,
@@ -1285,7 +1285,7 @@ KERNELS: dict[KernelKey, Kernel] = {
     KernelKey(Direction.FORWARD, Mode.WEIGHTED, "float64", Staging.SHARED, 2): Kernel(
         name="knnpool_forward_weighted_float64_shared_r2",
         file="cuda/knnpool_forward_weighted_float64_shared_r2.cu",
-        sha256="c0e2f3774f3b8aea7eba97633c88dff02cbf3d67792106fb899390f379f2fa12",
+        sha256="c98843c889fca96630dffe1a516ee91e87ab9c0e46b5dad28c96dcd12404be4e",
         arguments=("x", "indices", "weights", "y", "rows"),
         switches=("KNNPOOL_OMIT_NAN", "KNNPOOL_NORMALIZE"),
         max_k=None,

@@ -34,7 +34,7 @@ constexpr int ROWS = 4;           // rows that a thread works on
 constexpr int WORDS = 2;          // words that hold one node of these rows
 constexpr int PIECES = 1;         // reads of shared memory that bring them
 constexpr int VECTOR = KNNPOOL_VECTOR;  // nodes of one row that one load brings
-constexpr int LOADS = 4;          // loads of every row that a thread keeps in flight
+constexpr int LOADS = KNNPOOL_K > 64 ? 2 : 4;  // loads of every row that a thread keeps in flight
 
 template <int SIZE> struct alignas(2 * SIZE) VectorOf {
     unsigned two[SIZE / 2];

@@ -26,6 +26,10 @@ AHEAD_BYTES = 128
 """Registers of a thread for values that are on their way to shared memory, in bytes."""
 MOST_LOADS = 16
 """Loads of one row that a thread keeps in flight at most."""
+LONG_COLUMN = 64
+"""Slots from which on a column is long."""
+LONG_COLUMN_LOADS = 2
+"""Loads of one row that a thread keeps in flight where columns are long."""
 LONE_COLUMN_UNROLL = 32
 """Look-ups that a thread has under way where nothing else hides what they take."""
 COMMENT_COLUMN = 34
@@ -205,6 +209,14 @@ class KernelFacts:
         """Loads of every row that a thread keeps in flight, as far as its registers go."""
         budget = AHEAD_BYTES // 2 if self.backward else AHEAD_BYTES  # the backward holds entries, too
         return max(1, min(MOST_LOADS, budget // (self.rows * self.vector * self.variant.dtype.bytes)))
+
+    @property
+    def loads_text(self) -> str:
+        """The same as CUDA: look-ups of a long column need the registers more than what is in flight."""
+        if self.backward or self.splits:
+            return str(self.loads)
+        few = min(self.loads, LONG_COLUMN_LOADS)
+        return str(few) if few == self.loads else f"KNNPOOL_K > {LONG_COLUMN} ? {few} : {self.loads}"
 
     @property
     def default_vector(self) -> int:
