@@ -42,8 +42,8 @@ def pool_function(
         raise InvalidArgumentError("x has no dimensions; wanted [..., Nin]")
     if library.watched(x):
         return library.pool(x, indices, mode, nan, empty_value, weights, normalize_weights)
-    meta = plan_for(indices, x.shape[-1], x.device)
-    check_input(meta, x)
+    check_kind("x", x)
+    meta = plan_for(indices, x.shape[-1], x.device)  # which fits it
     return apply(x, meta, make_reduction(meta, x.dtype, mode, nan, empty_value, weights, normalize_weights))
 
 

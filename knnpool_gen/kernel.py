@@ -53,6 +53,8 @@ class Kernel:
     """The most neighbouring nodes of a row that one access brings; a tile has room for whole ones."""
     out_vector: int
     """The most neighbouring nodes of a row that one store of a backward takes away."""
+    held: int
+    """Nodes that a thread writes whose look-ups it keeps in registers; 0 if nothing is staged."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
 

@@ -152,7 +152,8 @@ def forward(
 
     ``need_aux`` also says that a backward follows, in modes that have no aux as well.
     """
-    x = x.detach() if x.requires_grad else x  # what is made from it records no gradient, then
+    if x.requires_grad and torch.is_grad_enabled():
+        x = x.detach()  # what is made from it records no gradient, then
     if x.is_cuda:
         y, aux = execute.forward(meta, x, reduction, need_aux, rs, layout)
     else:
@@ -172,11 +173,11 @@ def backward(
     layout: AuxLayout = AuxLayout.ROWS,
 ) -> Tensor:
     """:func:`pool_backward` with arguments that are known to be good; ``layout`` is that of ``aux``."""
+    if grad_y.is_cuda and not reduction.backward_reads_x:  # a kernel records no gradient
+        return execute.backward(meta, grad_y, aux, reduction, rs, layout)
     with torch.no_grad():
         if reduction.backward_reads_x and x is not None:
             return _backward_without_nan(meta, grad_y, reduction, x, rs)
-        if grad_y.is_cuda:
-            return execute.backward(meta, grad_y, aux, reduction, rs, layout)
         return reference_backward(meta, grad_y, aux, reduction)
 
 

@@ -36,7 +36,7 @@ constexpr int ROWS = 2;           // rows that a thread works on
 constexpr int WORDS = 1;          // words that hold one node of these rows
 constexpr int PIECES = 1;         // reads of shared memory that bring them
 constexpr int VECTOR = KNNPOOL_VECTOR;  // nodes of one row that one load brings
-constexpr int LOADS = KNNPOOL_K > 64 ? 2 : 8;  // loads of every row that a thread keeps in flight
+constexpr int LOADS = 8;          // loads of every row that a thread keeps in flight
 
 template <int SIZE> struct alignas(2 * SIZE) VectorOf {
     unsigned two[SIZE / 2];
@@ -101,11 +101,14 @@ __device__ __forceinline__ int rows_of_tile(long long first, long long rows) {
     return rows - first < KNNPOOL_STACK * ROWS ? static_cast<int>(rows - first) : KNNPOOL_STACK * ROWS;
 }
 
+// Loads of every row that a thread has in flight: look-ups of a long column need the registers more.
+__device__ __forceinline__ int in_flight() { return KNNPOOL_K > 64 ? 2 : LOADS; }
+
 struct Ahead { Vector vector[LOADS][ROWS]; };  // a part of a tile, on its way
 
 // How many parts bring a whole tile.
 __device__ __forceinline__ int parts_of(int nodes) {
-    return (KNNPOOL_STACK * (nodes / VECTOR) + LOADS * KNNPOOL_THREADS - 1) / (LOADS * KNNPOOL_THREADS);
+    return (KNNPOOL_STACK * (nodes / VECTOR) + in_flight() * KNNPOOL_THREADS - 1) / (in_flight() * KNNPOOL_THREADS);
 }
 
 // Sets off the loads of one part: `live` rows of `nodes` values each, in groups of ROWS. Rows past the last one are
@@ -114,7 +117,8 @@ __device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes,
     const int vectors = nodes / VECTOR;
     #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
-        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        const int item = (part * in_flight() + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l >= in_flight()) break;
         if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
         const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
         const Vector* from = reinterpret_cast<const Vector*>(row + ROWS * s * nodes) + i;
@@ -130,7 +134,8 @@ __device__ __forceinline__ void put(
     const int vectors = nodes / VECTOR;
     #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
-        const int item = (part * LOADS + l) * KNNPOOL_THREADS + threadIdx.x;
+        const int item = (part * in_flight() + l) * KNNPOOL_THREADS + threadIdx.x;
+        if (l >= in_flight()) break;
         if (l * KNNPOOL_THREADS >= KNNPOOL_STACK * vectors || item >= KNNPOOL_STACK * vectors) break;
         const int s = KNNPOOL_STACK > 1 ? item / vectors : 0, i = item - s * vectors;
         #pragma unroll

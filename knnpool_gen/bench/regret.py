@@ -22,6 +22,8 @@ class Regret:
     best: str
     share: float
     """Time of the chosen over time of the best, less 1: 0 for the best choice."""
+    microseconds: float
+    """The same as a difference."""
 
 
 def regrets(results: Iterable[VariantResult], choose: Choose | None = None) -> list[Regret]:
@@ -38,8 +40,9 @@ def regrets(results: Iterable[VariantResult], choose: Choose | None = None) -> l
     for result in results:
         chosen = result.chosen if choose is None else _measured(result, choose(result.case))
         best = min(result.times, key=lambda time: time.microseconds)
-        share = chosen.microseconds / best.microseconds - 1
-        found.append(Regret(result.case.name, _described(chosen), _described(best), share))
+        lost = chosen.microseconds - best.microseconds
+        share = lost / best.microseconds
+        found.append(Regret(result.case.name, _described(chosen), _described(best), share, lost))
     return sorted(found, key=lambda regret: -regret.share)
 
 

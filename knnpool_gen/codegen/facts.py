@@ -27,7 +27,7 @@ AHEAD_BYTES = 128
 MOST_LOADS = 16
 """Loads of one row that a thread keeps in flight at most."""
 LONG_COLUMN = 64
-"""Slots from which on a column is long."""
+"""Slots above which a column is long."""
 LONG_COLUMN_LOADS = 2
 """Loads of one row that a thread keeps in flight where columns are long."""
 LONE_COLUMN_UNROLL = 32
@@ -211,12 +211,14 @@ class KernelFacts:
         return max(1, min(MOST_LOADS, budget // (self.rows * self.vector * self.variant.dtype.bytes)))
 
     @property
-    def loads_text(self) -> str:
-        """The same as CUDA: look-ups of a long column need the registers more than what is in flight."""
-        if self.backward or self.splits:
-            return str(self.loads)
-        few = min(self.loads, LONG_COLUMN_LOADS)
-        return str(few) if few == self.loads else f"KNNPOOL_K > {LONG_COLUMN} ? {few} : {self.loads}"
+    def long_column_loads(self) -> int:
+        """The same for long columns, whose look-ups need the registers more."""
+        return self.loads if self.backward or self.splits else min(self.loads, LONG_COLUMN_LOADS)
+
+    @property
+    def long_column(self) -> int:
+        """Slots above which a column is long."""
+        return LONG_COLUMN
 
     @property
     def default_vector(self) -> int:
@@ -385,6 +387,7 @@ class KernelFacts:
             vector=self.vector,
             out_vector=self.out_vector if self.shared and self.backward else 1,
             resident_threads=self.resident_threads,
+            held=(self.held_nodes if self.backward else self.held_columns) if self.shared else 0,
             extra_nodes=0 if self.backward else 1,
         )
 

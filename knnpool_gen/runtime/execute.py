@@ -38,15 +38,18 @@ def aux_layout(meta: PoolMeta, x: Tensor, reduction: Reduction) -> AuxLayout:
     if reduction.mode is not Mode.MAX or not x.is_cuda or rows % AUX_ROWS:
         return AuxLayout.ROWS
     key = (x.dtype, rows, reduction.omit_nan, x.get_device())
-    found = _layouts.setdefault(meta, {})
-    if key not in found:
+    of_plan = _layouts.get(meta)
+    found = None if of_plan is None else of_plan.get(key)
+    if found is None:
         facts = device_facts(x.get_device())
         problems = (problem_of(direction, meta, reduction, x.dtype, rows, True, True) for direction in Direction)
         blocks = all(can_block_aux(select(problem, facts).kernel) for problem in problems)
-        if len(found) >= MOST_PREPARED:
-            found.clear()
-        found[key] = AuxLayout.BLOCKS if blocks else AuxLayout.ROWS
-    return found[key]
+        found = AuxLayout.BLOCKS if blocks else AuxLayout.ROWS
+        of_plan = _layouts.setdefault(meta, {})
+        if len(of_plan) >= MOST_PREPARED:
+            of_plan.clear()
+        of_plan[key] = found
+    return found
 
 
 def forward(
@@ -99,8 +102,10 @@ class _Prepared:
 
     configuration: Configuration
     function: int
-    arguments: tuple[int | str, ...]
-    """Address or number; for a tensor that the call brings, its name."""
+    arguments: tuple[int, ...]
+    """Addresses of tables, the number of rows, and 0 for what the call brings."""
+    brought: tuple[tuple[int, str], ...]
+    """Places of the tensors that the call brings, and their names."""
     overlaps: bool
     """Whether it can come up before the kernel ahead of it has ended."""
 
@@ -135,8 +140,12 @@ def _run(
     if torch.cuda.current_device() != device:  # whose stream is asked about, captured or not
         with torch.cuda.device(device):
             return _run(direction, meta, reduction, tensors, outputs, rows, rs, layout, backward_follows)
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    aligned = all(address % WIDEST_ACCESS == 0 for address in addresses.values())
+    addresses: dict[str, int] = {}
+    every = 0
+    for name, tensor in tensors.items():  # no comprehensions: this is what a call takes
+        addresses[name] = address = tensor.data_ptr()
+        every |= address
+    aligned = every % WIDEST_ACCESS == 0
     how = reduction if reduction.plain else (reduction.mode, reduction.omit_nan, reduction.normalize)
     blocks = layout is AuxLayout.BLOCKS
     key = (direction is Direction.FORWARD, how, output.dtype, rows, "aux" in addresses, aligned, blocks, rs, device)
@@ -155,7 +164,9 @@ def _run(
         if len(of_owner) >= MOST_PREPARED:
             of_owner.clear()
         of_owner[key] = prepared
-    arguments = [addresses.get(a, 0) if isinstance(a, str) else a for a in prepared.arguments]
+    arguments = list(prepared.arguments)
+    for place, name in prepared.brought:
+        arguments[place] = addresses[name]
     capturing = torch.cuda.is_current_stream_capturing()
     _start(prepared, arguments, outputs, device, prepared.overlaps and not capturing)  # graphs are replayed anywhere
     if capturing:
@@ -172,19 +183,22 @@ def _prepare(
     rows: int,
     device: int,
 ) -> _Prepared:
-    def argument(name: str) -> int | str:
+    def argument(name: str) -> int:
         if name == "rows":
             return rows
         if name in addresses or name == "aux":
-            return name
+            return 0
         found = table(meta, reduction, name)
         if found.get_device() != device:
             raise InvalidArgumentError(f"{name} is on {found.device}, the values on cuda:{device}")
         return found.data_ptr()
 
-    arguments = tuple(argument(name) for name in configuration.kernel.arguments)
+    names = configuration.kernel.arguments
+    arguments = tuple(argument(name) for name in names)
+    brought = tuple((place, name) for place, name in enumerate(names) if name in addresses)
     function = load(configuration, device)
-    return _Prepared(fitted(configuration, function, device), function, arguments, can_overlap(device))
+    configuration = fitted(configuration, function, device)
+    return _Prepared(configuration, function, arguments, brought, can_overlap(device))
 
 
 def _start(prepared: _Prepared, arguments: list[int], outputs: tuple[Tensor, ...], device: int, overlap: bool) -> None:

@@ -240,12 +240,13 @@ class PlanCache:
 
     def get(self, indices: Tensor, nin: SupportsIndex, device: DeviceLike | None = None) -> PoolMeta:
         """Return the plan of ``indices`` as it is now; arguments as for :func:`pool_meta_from_indices`."""
+        if type(nin) is int and type(device) is torch.device:  # the usual case: nothing to check where there is a plan
+            found = self._plans.look(indices, (nin, device))
+            if found is not None:
+                return found
         check_table(indices)
-        nodes = nin if type(nin) is int and nin >= 0 else _checked_nin(nin)
-        if isinstance(device, torch.device) and device.index is not None:
-            where = device
-        else:
-            where = indices.device if device is None else resolve_device(device)
+        nodes = _checked_nin(nin)
+        where = indices.device if device is None else resolve_device(device)
         return self._plans.get(indices, (nodes, where), lambda: pool_meta_from_indices(indices, nodes, where))
 
     def clear(self) -> None:

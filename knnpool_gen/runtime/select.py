@@ -25,8 +25,12 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 """Threads a block may have."""
 MAX_BLOCKS = 32
 """Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
-STACKED_SHARED = 16 * 1024
+STACKED_SHARED = {Direction.FORWARD: 16 * 1024, Direction.BACKWARD: 24 * 1024}
 """A tile is stacked only up to this many bytes; four times that if it has no work for a warp otherwise."""
+TILES = 2
+"""Tiles that every multiprocessor should have at least, or rows are left to lower ones."""
+LONG_ROW = 1 << 14
+"""Nodes of a row so long that few of its tiles fit a multiprocessor."""
 LONG_COLUMN = 16
 """Slots that each of the threads that share a column is left with, at least."""
 WARP = 32
@@ -168,7 +172,8 @@ def select(problem: Problem, device: DeviceFacts, rs: int | None = None) -> Conf
         return configure(problem, device, rows, staged[rows])
     if not direct:
         raise OutOfReachError(f"no variant serves {_size(problem, device)}")
-    rows = max(direct) if problem.rows >= max(direct) else min(direct)
+    blocks = problem.rows // max(direct) * -(-problem.written_nodes // THREADS)
+    rows = max(direct) if blocks >= TILES * device.multiprocessors else min(direct)
     return configure(problem, device, rows, direct[rows])
 
 
@@ -278,27 +283,32 @@ def _size(problem: Problem, device: DeviceFacts) -> str:
 
 
 def _reads_little(problem: Problem) -> bool:
-    """Whether scattered reads of the inputs that are used take less from memory than all inputs in order."""
-    return problem.k * problem.nout * SECTOR < problem.staged_nodes * 2
+    """Whether scattered reads of the inputs that are used take less from memory than all inputs in order, or as much
+    as the staging of rows so long that little else fits beside them."""
+    reads = problem.k * problem.nout
+    return reads * SECTOR < problem.staged_nodes * 2 or (reads <= problem.nin and problem.nin >= LONG_ROW)
 
 
 def _leaves_idle(problem: Problem, device: DeviceFacts) -> bool:
     """Whether tiles would use little of the device: too few rows for its multiprocessors, each with much to write,
     or long columns for a few threads of blocks that take much shared memory."""
     few_rows = problem.rows < 2 * device.multiprocessors and problem.written_nodes > 4 * THREADS
+    few_long_rows = problem.rows < 8 * device.multiprocessors and 2 * problem.nin >= LONG_ROW
     few_threads = problem.k * problem.written_nodes >= 1 << 14 and problem.written_nodes < THREADS
-    return few_rows or (few_threads and problem.staged_nodes > 1 << 14)
+    return few_rows or few_long_rows or (few_threads and problem.staged_nodes > LONG_ROW)
 
 
 def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[int, Kernel]) -> Iterator[int]:
     """Tile heights, best first: tall tiles as long as two share a multiprocessor and all threads have work."""
-    # One access brings 16 bytes: more of a node are not read faster, and take more registers.
-    for rows in sorted(kernels, key=lambda rows: (kernels[rows].node_bytes > WIDEST_READ, -rows)):
+    # One access brings 16 bytes: more of a node are not read faster, and take more registers. Backward over few nodes,
+    # tall tiles are better all the same.
+    small = problem.direction is Direction.BACKWARD and problem.written_nodes <= THREADS
+    for rows in sorted(kernels, key=lambda rows: (not small and kernels[rows].node_bytes > WIDEST_READ, -rows)):
         shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
         stack = _stack(problem, device, rows, kernels[rows])
         columns = stack * problem.written_nodes * _split(problem, stack)
-        if _blocks_by_shared(shared, device) >= 2 and tiles >= device.multiprocessors and columns >= WARP:
+        if _blocks_by_shared(shared, device) >= 2 and tiles >= TILES * device.multiprocessors and columns >= WARP:
             yield rows
     yield min(kernels)
 
@@ -307,16 +317,25 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     """Groups of rows in a tile: as many as give a block's threads work, if the tile stays small and tiles many."""
     stack = 1
     while (
-        stack * problem.written_nodes < THREADS
+        2 * stack * problem.written_nodes <= _work(problem, kernel)
         and _shared_bytes(problem, kernel, 2 * stack)
         <= min(
-            STACKED_SHARED * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4),
+            STACKED_SHARED[problem.direction]
+            * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4),
             device.shared_per_block,
         )
-        and problem.rows >= 2 * stack * rows * device.multiprocessors
+        and problem.rows >= 2 * TILES * stack * rows * device.multiprocessors
     ):
         stack *= 2
     return stack
+
+
+def _work(problem: Problem, kernel: Kernel) -> int:
+    """Nodes to write that a block should have: as many as its threads hold backward; forward, where a column takes
+    longer, one for each, or two warps of them where a row has few."""
+    if problem.direction is Direction.BACKWARD:
+        return kernel.held * THREADS
+    return THREADS if problem.written_nodes >= WARP else 2 * WARP
 
 
 def _split(problem: Problem, stack: int) -> int:

@@ -37,15 +37,23 @@ class TableCache(Generic[T]):
         """Return the number of values kept."""
         return len(self._kept)
 
+    def look(self, table: Tensor, key: Hashable) -> T | None:
+        """Return the value of ``table`` as it is now under ``key`` if it is there: the usual case, without a lock."""
+        full_key = (id(table), key)
+        found = self._kept.get(full_key)
+        if found is None or not found[0].matches(table):
+            return None
+        with suppress(KeyError):  # another thread may have dropped it meanwhile
+            self._kept.move_to_end(full_key)
+        return found[1]
+
     def get(self, table: Tensor, key: Hashable, build: Callable[[], T]) -> T:
         """Return the value of ``table`` as it is now under ``key``; ``build`` makes it where there is none."""
+        value = self.look(table, key)
+        if value is not None:
+            return value
         full_key = (id(table), key)
         kept = self._kept
-        found = kept.get(full_key)
-        if found is not None and found[0].matches(table):  # the usual case, without the lock
-            with suppress(KeyError):  # another thread may have dropped it meanwhile
-                kept.move_to_end(full_key)
-            return found[1]
         with self._lock:
             found = kept.pop(full_key, None)
             if found is None or not found[0].matches(table):

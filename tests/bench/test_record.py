@@ -172,7 +172,11 @@ MEASURED = (
 def test_regret_of_the_recorded_choice() -> None:
     first, second = regrets(MEASURED)
     assert first == Regret(
-        "first 512x96 float16 max forward", "a, stack 1, 256 threads", "b, stack 2, 128 threads", pytest.approx(0.25)
+        "first 512x96 float16 max forward",
+        "a, stack 1, 256 threads",
+        "b, stack 2, 128 threads",
+        pytest.approx(0.25),
+        pytest.approx(6.0),
     )
     assert (second.case.split()[0], second.share) == ("second", 0)
 
