@@ -49,15 +49,6 @@ class Reduction:
         return self.omit_nan and self.mode is not Mode.MAX
 
 
-_PLAIN = {
-    (mode.value, nan): Reduction(mode, omit_nan=(nan or DEFAULT_NAN[mode].value) == NanRule.OMIT.value)
-    for mode in MODES
-    for nan in (None, *(rule.value for rule in NAN_RULES))
-    if mode is not Mode.WEIGHTED
-}
-"""The one reduction that a mode and a NaN rule alone make: checked once, recognised by its identity."""
-
-
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added up."""
     return torch.float64 if dtype is torch.float64 else torch.float32
@@ -110,6 +101,15 @@ def check_options(mode: object, nan: object, weights: object, normalize_weights:
     if normalize_weights and weights is None:
         raise InvalidArgumentError(f"normalize_weights goes with mode 'weighted', not {mode!r}")
     return chosen, rule is NanRule.OMIT
+
+
+_PLAIN = {
+    (mode.value, nan): Reduction(*check_options(mode.value, nan, None, False))
+    for mode in MODES
+    for nan in (None, *(rule.value for rule in NAN_RULES))
+    if mode is not Mode.WEIGHTED
+}
+"""The one reduction that a mode and a NaN rule alone make: checked once, recognised by its identity."""
 
 
 def rounded(empty_value: Any, dtype: torch.dtype) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from knnpool_gen.runtime.launch import can_overlap, compile_ahead, device_facts,
 from knnpool_gen.runtime.plan import PoolMeta, aux_dtype
 from knnpool_gen.runtime.select import Configuration, Problem, select
 from knnpool_gen.vocabulary import Direction, Mode
+
+T = TypeVar("T")
+Owner = TypeVar("Owner")
 
 WIDEST_ACCESS = 16
 """Bytes of the widest access to global memory."""
@@ -45,10 +49,7 @@ def aux_layout(meta: PoolMeta, x: Tensor, reduction: Reduction) -> AuxLayout:
         problems = (problem_of(direction, meta, reduction, x.dtype, rows, True, True) for direction in Direction)
         blocks = all(can_block_aux(select(problem, facts).kernel) for problem in problems)
         found = AuxLayout.BLOCKS if blocks else AuxLayout.ROWS
-        of_plan = _layouts.setdefault(meta, {})
-        if len(of_plan) >= MOST_PREPARED:
-            of_plan.clear()
-        of_plan[key] = found
+        _keep(_layouts, meta, key, found)
     return found
 
 
@@ -117,6 +118,14 @@ MOST_PREPARED = 64
 """Kernels prepared for one plan: as many as it has batch sizes, dtypes and options in use."""
 
 
+def _keep(kept: weakref.WeakKeyDictionary[Owner, dict[object, T]], owner: Owner, key: object, value: T) -> None:
+    """Keep ``value`` as long as ``owner`` lives, or until that has too many."""
+    of_owner = kept.setdefault(owner, {})
+    if len(of_owner) >= MOST_PREPARED:
+        of_owner.clear()
+    of_owner[key] = value
+
+
 def forget_prepared() -> None:
     """Choose and load again at the next call."""
     _prepared.clear()
@@ -160,10 +169,7 @@ def _run(
             follows = replace(problem, direction=Direction.BACKWARD, aligned=True)  # gradients are tensors of their own
             compile_ahead(select(follows, device_facts(device)), device)
         prepared = _prepare(configuration, meta, reduction, addresses, rows, device)
-        of_owner = _prepared.setdefault(reduction.weights or meta, {})
-        if len(of_owner) >= MOST_PREPARED:
-            of_owner.clear()
-        of_owner[key] = prepared
+        _keep(_prepared, reduction.weights or meta, key, prepared)
     arguments = list(prepared.arguments)
     for place, name in prepared.brought:
         arguments[place] = addresses[name]
