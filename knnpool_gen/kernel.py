@@ -55,6 +55,8 @@ class Kernel:
     """The most neighbouring nodes of a row that one store of a backward takes away."""
     held: int
     """Nodes that a thread writes whose look-ups it keeps in registers; 0 if nothing is staged."""
+    held_slots: int
+    """The most slots of such a node, in a forward."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
 

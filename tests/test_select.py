@@ -14,7 +14,7 @@ from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, Unsupporte
 from knnpool_gen.generated.dispatch import KERNELS
 from knnpool_gen.kernel import Kernel, KernelKey
 from knnpool_gen.runtime import select as module
-from knnpool_gen.runtime.select import Configuration, DeviceFacts, Problem, all_tile_heights, select
+from knnpool_gen.runtime.select import PLACES_SHARED, Configuration, DeviceFacts, Problem, all_tile_heights, select
 from knnpool_gen.vocabulary import Direction, Mode, Staging
 
 KIB = 1024
@@ -44,7 +44,10 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         stack = macros["KNNPOOL_STACK"]
         assert isinstance(stack, int)
         assert stack == 1 or rs is None
-        assert shared == kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
+        tile = kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
+        places = problem.k * problem.nout * problem.index_bytes if macros.get("KNNPOOL_PLACES") else 0
+        assert shared == tile + places
+        assert places <= PLACES_SHARED
         check_vectors(macros, kernel, problem)
         tiles = -(-problem.rows // (key.rows * stack))
     else:
@@ -70,6 +73,8 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
         "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
+        "KNNPOOL_PLACES": 0 < kernel.held_slots < problem.k
+        and 0 < problem.k * problem.nout * problem.index_bytes <= PLACES_SHARED,
     }
     assert {name: macros[name] for name in switches if name in macros} == {
         name: int(switches[name]) for name in kernel.switches

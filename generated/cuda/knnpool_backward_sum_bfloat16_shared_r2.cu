@@ -256,6 +256,8 @@ knnpool_backward_sum_bfloat16_shared_r2(
     const int ROOM = room_for(NOUT), SUM_ROOM = room_for(min(NIN, CHUNK));
     const int PARTS = parts_of(NOUT);
     const bool ALL_HELD = NIN <= CHUNK && KNNPOOL_STACK * NIN <= HELD * KNNPOOL_THREADS;
+    // Entries beyond DEPTH: where few nodes have any, unrolled they would still be the most of what is compiled.
+    const int UNDER_WAY = 1LL * KNNPOOL_K * NOUT > 1LL * DEPTH * NIN ? 8 : 1;
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
@@ -320,7 +322,7 @@ knnpool_backward_sum_bfloat16_shared_r2(
                         if (reads[h].entry[DEPTH - 1] != NONE) {
                             const int m = rev_order[chunk + item - s * nodes];
                             const int end = rev_rowptr[m + 1];
-                            #pragma unroll 1  // few nodes come here; unrolled, this is the most of what is compiled
+                            #pragma unroll UNDER_WAY
                             for (int e = rev_rowptr[m] + DEPTH; e < end; ++e) {
                                 const Node node = given_back(group, ROOM, placed(rev_kn[e]));
                                 #pragma unroll

@@ -9,7 +9,8 @@
 //
 // A block takes tiles of 4 rows, or a stack of these. A tile is staged in shared memory node by node: the values
 // of all rows at one node stand side by side, so that one look-up of an index serves them all. Where they fit, a
-// thread keeps the look-ups of its columns in registers, and the next tile is loaded while this one is reduced.
+// thread keeps the look-ups of its columns in registers, those of a few long columns stand behind the tile, and the
+// next tile is loaded while this one is reduced.
 
 // Facts of the table and of the launch. The runtime gives the real ones; these let the file compile alone.
 #ifndef KNNPOOL_K
@@ -18,6 +19,7 @@
 #define KNNPOOL_NOUT 230             // output nodes
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_OMIT_NAN 0           // 1: leave NaN out, 0: let it through
+#define KNNPOOL_PLACES 0             // 1: all look-ups stand in shared memory, 0: they do not
 #define KNNPOOL_STACK 1              // groups of 4 rows in a tile
 #define KNNPOOL_VECTOR 4             // nodes of one row that one load brings
 #define KNNPOOL_THREADS 256          // threads of a block
@@ -177,6 +179,7 @@ knnpool_forward_avg_float32_shared_r4(
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
+    KNNPOOL_INDEX* places = reinterpret_cast<KNNPOOL_INDEX*>(tile + KNNPOOL_STACK * PIECES * ROOM);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
@@ -188,6 +191,8 @@ knnpool_forward_avg_float32_shared_r4(
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
+    for (int i = threadIdx.x; KNNPOOL_PLACES && i < K * NOUT; i += KNNPOOL_THREADS)
+        places[i] = static_cast<KNNPOOL_INDEX>(position(indices[i], VECTOR));
 
     join_the_stream();
     Ahead ahead;
@@ -214,9 +219,11 @@ knnpool_forward_avg_float32_shared_r4(
                 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) size[r] = count[n];
 
-                #pragma unroll 12
+                #pragma unroll 16
                 for (int k = 0; k < K; ++k) {
-                    const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
+                    const int at = K <= SLOTS       ? place[h][k]
+                                   : KNNPOOL_PLACES ? places[k * NOUT + n]
+                                                    : position(indices[k * NOUT + n], VECTOR);
                     const Node node = load(tile + s * PIECES * ROOM, ROOM, at);
                     #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {

@@ -10,7 +10,8 @@
 //
 // A block takes tiles of 8 rows, or a stack of these. A tile is staged in shared memory node by node: the values
 // of all rows at one node stand side by side, so that one look-up of an index serves them all. Where they fit, a
-// thread keeps the look-ups of its columns in registers, and the next tile is loaded while this one is reduced.
+// thread keeps the look-ups of its columns in registers, those of a few long columns stand behind the tile, and the
+// next tile is loaded while this one is reduced.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -23,6 +24,7 @@
 #define KNNPOOL_INDEX unsigned short // type of an index
 #define KNNPOOL_SLOT unsigned char   // type of a slot
 #define KNNPOOL_OMIT_NAN 1           // 1: leave NaN out, 0: let it through
+#define KNNPOOL_PLACES 0             // 1: all look-ups stand in shared memory, 0: they do not
 #define KNNPOOL_AUX 1                // 1: write aux, 0: leave it alone
 #define KNNPOOL_AUX_BLOCKED 1        // 1: aux is [rows / AUX_ROWS, NOUT, AUX_ROWS], 0: [rows, NOUT]
 #define KNNPOOL_STACK 1              // groups of 8 rows in a tile
@@ -256,6 +258,7 @@ knnpool_forward_max_bfloat16_shared_r8(
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
+    KNNPOOL_INDEX* places = reinterpret_cast<KNNPOOL_INDEX*>(tile + KNNPOOL_STACK * PIECES * ROOM);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
@@ -267,6 +270,8 @@ knnpool_forward_max_bfloat16_shared_r8(
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
+    for (int i = threadIdx.x; KNNPOOL_PLACES && i < K * NOUT; i += KNNPOOL_THREADS)
+        places[i] = static_cast<KNNPOOL_INDEX>(position(indices[i], VECTOR));
 
     join_the_stream();
     Ahead ahead;
@@ -299,7 +304,9 @@ knnpool_forward_max_bfloat16_shared_r8(
 
                 #pragma unroll 12
                 for (int k = lane; k < K; k += KNNPOOL_SPLIT) {
-                    const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
+                    const int at = K <= SLOTS       ? place[h][k]
+                                   : KNNPOOL_PLACES ? places[k * NOUT + n]
+                                                    : position(indices[k * NOUT + n], VECTOR);
                     const Node node = load(tile + s * PIECES * ROOM, ROOM, at);
                     #pragma unroll
                     for (int w = 0; w < WORDS; ++w) {

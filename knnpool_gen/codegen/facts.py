@@ -26,12 +26,9 @@ AHEAD_BYTES = 128
 """Registers of a thread for values that are on their way to shared memory, in bytes."""
 MOST_LOADS = 16
 """Loads of one row that a thread keeps in flight at most."""
-LONG_COLUMN = 64
-"""Slots above which a column is long."""
-LONG_COLUMN_LOADS = 2
-"""Loads of one row that a thread keeps in flight where columns are long."""
-LONE_COLUMN_UNROLL = 32
-"""Look-ups that a thread has under way where nothing else hides what they take."""
+COLUMN_UNROLL = {1: 32, 2: 16, 4: 16}
+"""Look-ups of a sum's column that a thread of so many rows has under way: its terms wait for one another, and few
+rows have registers to spare."""
 COMMENT_COLUMN = 34
 """Column of the comments behind the constants."""
 
@@ -211,16 +208,6 @@ class KernelFacts:
         return max(1, min(MOST_LOADS, budget // (self.rows * self.vector * self.variant.dtype.bytes)))
 
     @property
-    def long_column_loads(self) -> int:
-        """The same for long columns, whose look-ups need the registers more."""
-        return self.loads if self.backward or self.splits else min(self.loads, LONG_COLUMN_LOADS)
-
-    @property
-    def long_column(self) -> int:
-        """Slots above which a column is long."""
-        return LONG_COLUMN
-
-    @property
     def default_vector(self) -> int:
         """What one load brings with the sizes a source has when it is compiled alone."""
         return math.gcd(self.vector, DEFAULT_NOUT if self.backward else DEFAULT_NIN)
@@ -311,6 +298,8 @@ class KernelFacts:
         if self.backward:
             return tuple(blocked * self.blocked)
         found = [Switch("KNNPOOL_OMIT_NAN", int(self.aux), "1: leave NaN out, 0: let it through")]
+        if self.shared:
+            found.append(Switch("KNNPOOL_PLACES", 0, "1: all look-ups stand in shared memory, 0: they do not"))
         if self.aux:
             found.append(Switch("KNNPOOL_AUX", 1, "1: write aux, 0: leave it alone"))
             found += blocked * self.blocked
@@ -352,11 +341,9 @@ class KernelFacts:
 
     @property
     def column_unroll(self) -> int:
-        """The same for columns of any length in shared memory.
-
-        A single row has registers to spare, and serves few rows with long columns, where one thread adds them up.
-        """
-        return LONE_COLUMN_UNROLL if self.rows == 1 and not self.splits else self.unroll
+        """The same for columns of any length in shared memory."""
+        one_read = self.node.pieces == 1 and not self.splits
+        return COLUMN_UNROLL.get(self.rows, self.unroll) if one_read else self.unroll
 
     @property
     def resident_threads(self) -> int:
@@ -387,6 +374,7 @@ class KernelFacts:
             vector=self.vector,
             out_vector=self.out_vector if self.shared and self.backward else 1,
             resident_threads=self.resident_threads,
+            held_slots=self.held_slots if self.shared and not self.backward else 0,
             held=(self.held_nodes if self.backward else self.held_columns) if self.shared else 0,
             extra_nodes=0 if self.backward else 1,
         )

@@ -31,6 +31,12 @@ TILES = 2
 """Tiles that every multiprocessor should have at least, or rows are left to lower ones."""
 LONG_ROW = 1 << 14
 """Nodes of a row so long that few of its tiles fit a multiprocessor."""
+PLACES_SHARED = 8 * 1024
+"""Look-ups of columns too long for registers stand in shared memory only up to this many bytes."""
+LONG_SUM = 128
+"""Terms of a sum, which one thread adds one after the other, that keep a tile waiting."""
+BANK = 4
+"""Bytes that a bank of shared memory delivers at a time."""
 LONG_COLUMN = 16
 """Slots that each of the threads that share a column is left with, at least."""
 WARP = 32
@@ -207,6 +213,7 @@ def configure(
         "KNNPOOL_OMIT_NAN": problem.omit_nan,
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
+        "KNNPOOL_PLACES": _places_bytes(problem, kernel) > 0,
         "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
     }
     macros |= {name: int(switches[name]) for name in kernel.switches}
@@ -228,7 +235,8 @@ def configure(
         shared_bytes, by_shared, work = 0, MAX_BLOCKS, problem.written_nodes
         tiles = -(-problem.rows // rows)
     threads = THREADS
-    while threads * by_shared < kernel.resident_threads and threads < 1024:
+    alone = _waits_for_sums(problem)  # the few threads need registers rather than company
+    while threads * by_shared < kernel.resident_threads and threads < 1024 and not alone:
         threads *= 2
     while threads > 64 and work <= threads // 2:
         threads //= 2
@@ -303,12 +311,15 @@ def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[i
     # One access brings 16 bytes: more of a node are not read faster, and take more registers. Backward over few nodes,
     # tall tiles are better all the same.
     small = problem.direction is Direction.BACKWARD and problem.written_nodes <= THREADS
-    for rows in sorted(kernels, key=lambda rows: (not small and kernels[rows].node_bytes > WIDEST_READ, -rows)):
+    # Each row more makes a sum of many terms take longer.
+    widest = max(BANK, kernels[min(kernels)].node_bytes) if _waits_for_sums(problem) else WIDEST_READ
+    for rows in sorted(kernels, key=lambda rows: (not small and kernels[rows].node_bytes > widest, -rows)):
         shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
         stack = _stack(problem, device, rows, kernels[rows])
         columns = stack * problem.written_nodes * _split(problem, stack)
-        if _blocks_by_shared(shared, device) >= 2 and tiles >= TILES * device.multiprocessors and columns >= WARP:
+        lanes = _lanes(problem)
+        if _blocks_by_shared(shared, device) >= 2 and tiles >= TILES * device.multiprocessors and columns >= lanes:
             yield rows
     yield min(kernels)
 
@@ -318,16 +329,27 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     stack = 1
     while (
         2 * stack * problem.written_nodes <= _work(problem, kernel)
-        and _shared_bytes(problem, kernel, 2 * stack)
+        and _tile_bytes(problem, kernel, 2 * stack)
         <= min(
             STACKED_SHARED[problem.direction]
-            * (1 if stack * problem.written_nodes * _split(problem, stack) >= WARP else 4),
+            * (1 if stack * problem.written_nodes * _split(problem, stack) >= _lanes(problem) else 4),
             device.shared_per_block,
         )
         and problem.rows >= 2 * TILES * stack * rows * device.multiprocessors
     ):
         stack *= 2
     return stack
+
+
+def _lanes(problem: Problem) -> int:
+    """Threads of a block that should have a column: a warp, or half of one where that lets more tiles wait."""
+    return WARP // 2 if _waits_for_sums(problem) else WARP
+
+
+def _waits_for_sums(problem: Problem) -> bool:
+    """Whether tiles wait for few threads that add long columns."""
+    few = problem.written_nodes < WARP
+    return problem.direction is Direction.FORWARD and problem.mode is not Mode.MAX and problem.k >= LONG_SUM and few
 
 
 def _work(problem: Problem, kernel: Kernel) -> int:
@@ -352,7 +374,17 @@ def _split(problem: Problem, stack: int) -> int:
 
 
 def _shared_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
+    return _tile_bytes(problem, kernel, stack) + _places_bytes(problem, kernel)
+
+
+def _tile_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
     return kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
+
+
+def _places_bytes(problem: Problem, kernel: Kernel) -> int:
+    """Shared memory for the look-ups of columns too long for a thread's registers; 0 where there are too many."""
+    found = problem.k * problem.nout * problem.index_bytes
+    return found if problem.k > kernel.held_slots > 0 and found <= PLACES_SHARED else 0
 
 
 def _vector(problem: Problem, nodes: int, most: int) -> int:

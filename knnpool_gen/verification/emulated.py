@@ -15,7 +15,7 @@ from knnpool_gen.errors import KernelError
 from knnpool_gen.kernel import Kernel
 from knnpool_gen.runtime.compile import GENERATED, read_source
 from knnpool_gen.runtime.execute import table
-from knnpool_gen.runtime.select import DeviceFacts, configure
+from knnpool_gen.runtime.select import DeviceFacts, configure, fits
 from knnpool_gen.verification.calls import Call
 
 SMALL_DEVICE = DeviceFacts(
@@ -81,8 +81,7 @@ class _Prepared:
 def _prepare(kernel: Kernel, call: Call) -> _Prepared:
     problem = call.problem
     # Plain tiles and stacked ones, whatever the choice for this problem would be.
-    doubled = kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, 2, problem.slot_bytes)
-    stack = 1 if call.misaligned or doubled > SMALL_DEVICE.shared_per_block else 2
+    stack = 2 if not call.misaligned and fits(problem, SMALL_DEVICE, kernel, 2) else 1
     configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel, stack)
     outputs = {name: torch.empty_like(expected) for name, expected in call.expected.items()}
     for output in outputs.values():

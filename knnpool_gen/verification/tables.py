@@ -59,8 +59,12 @@ def small_tables() -> list[Table]:
 
 
 def wide_tables() -> list[Table]:
-    """Tables on both sides of every change of a type: slots, indices, packed entries."""
+    """Tables on both sides of every change of a type: slots, indices, packed entries.
+
+    And one whose columns are too long for registers and too many for their look-ups to stand in shared memory.
+    """
     return [
+        Table("many_k13", _random(13, 330, 40, pads=5), 40),
         *(Table(f"k{k}", _random(k, 3, 20, pads=5), 20) for k in (127, 128, 129, 254, 256, 257, 300)),
         *(Table(f"nin{nin}", _random(3, 5, nin, pads=nin // 4), nin) for nin in (65534, 65535, 65536, 65537)),
     ]

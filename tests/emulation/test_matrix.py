@@ -114,5 +114,5 @@ def test_a_slot_that_holds_nothing_gives_no_gradient(key: KernelKey) -> None:
 
 
 def _small_but_varied() -> list[Table]:
-    wanted = {"plain", "pads", "empty_columns", "k1", "k0", "nin1", "nout1", "hub", "odd_sizes", "identity"}
+    wanted = {"plain", "pads", "empty_columns", "k1", "k0", "nin1", "nout1", "hub", "odd_sizes", "identity", "k33"}
     return [table for table in small_tables() if table.name in wanted]
