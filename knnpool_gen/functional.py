@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knnpool_gen import library
 from knnpool_gen.errors import InvalidArgumentError, OutOfReachError, UnknownModeError, UnsupportedTypeError
-from knnpool_gen.ops import KNNPoolFunction
+from knnpool_gen.ops import pool_recorded
 from knnpool_gen.pooling import DTYPES, check_input, check_kind, forward
 from knnpool_gen.reduction import MODES, Reduction, make_reduction
 from knnpool_gen.runtime import canary, capture, execute, launch
@@ -17,6 +17,8 @@ from knnpool_gen.runtime.plan import PoolMeta, clear_plans, ensure_pool_metadata
 from knnpool_gen.runtime.select import forget_choices
 from knnpool_gen.runtime.weights import clear_weights
 from knnpool_gen.vocabulary import Mode
+
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
 
 def pool_function(
@@ -79,10 +81,10 @@ def prepare(
 
 
 def apply(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
-    """Pool with a plan in hand, with gradients where ``x`` wants them."""
+    """Pool what nobody watches (:func:`knnpool_gen.library.watched`), with gradients where ``x`` wants them."""
+    x = _unwrap_if_dead(x)  # what has left a transform has no memory of its own
     if torch.is_grad_enabled() and x.requires_grad:
-        y: Tensor = KNNPoolFunction.apply(x, meta, reduction, True)  # type: ignore[no-untyped-call]
-        return y
+        return pool_recorded(x, meta, reduction)
     return forward(meta, x, reduction, need_aux=False)[0]
 
 

@@ -53,3 +53,16 @@ class KNNPoolFunction(torch.autograd.Function):
                 aux = unblock_aux(aux, ctx.shape)
             return library.pull_back(grad_y, aux, x, ctx.meta, ctx.reduction), None, None, None
         return backward(ctx.meta, grad_y, aux, ctx.reduction, x, layout=ctx.layout), None, None, None
+
+
+# What torch's own `apply` leads to, without its look for default arguments and for transforms: 1.5 µs less a call.
+_record: Any = super(torch.autograd.Function, KNNPoolFunction).apply
+
+
+def pool_recorded(x: Tensor, meta: PoolMeta, reduction: Reduction) -> Tensor:
+    """``KNNPoolFunction.apply`` with arguments that are known to be good, where no transform of functorch is active.
+
+    ``x`` is none of its wrappers either, not even one that has left its transform.
+    """
+    y: Tensor = _record(x, meta, reduction, True)
+    return y

@@ -171,3 +171,18 @@ def test_vmap_over_tables_says_what_to_do() -> None:
     weights = torch.ones(2, *TABLE.shape)
     with pytest.raises(InvalidArgumentError, match="vmap over weights: every table has a plan of its own"):
         vmap(lambda weights: pool_function(x, TABLE, "weighted", weights=weights))(weights)
+
+
+@any_mode
+def test_a_tensor_that_has_left_its_transform_is_pooled_as_what_it_was(mode: str) -> None:
+    x = values(2, NIN)
+    left: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        left.append(x)
+        return x.sum()
+
+    grad(keep)(x)
+
+    assert left[0].requires_grad
+    close(pool_function(left[0], TABLE, mode, **options(mode)), pooled(x, TABLE, mode, **options(mode)))

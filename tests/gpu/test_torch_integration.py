@@ -191,6 +191,21 @@ def test_gradcheck_in_every_direction(mode: str, nan: str, normalize: bool) -> N
     )
 
 
+@any_mode
+def test_a_tensor_that_has_left_its_transform(mode: str) -> None:
+    x = values(2, NIN).cuda()
+    left: list[Tensor] = []
+    grad(lambda x: left.append(x) or x.sum())(x)
+    chosen, table = moved(options(mode)), TABLE.cuda()
+
+    with torch.no_grad():
+        unrecorded = pool_function(left[0], table, mode, **chosen)
+
+    expected = pooled(x.cpu(), TABLE, mode, **options(mode))
+    close(unrecorded, expected)
+    close(pool_function(left[0], table, mode, **chosen), expected)
+
+
 def test_fake_tensors() -> None:
     with FakeTensorMode():
         x = torch.ones(2, NIN, device="cuda", dtype=torch.float16, requires_grad=True)
