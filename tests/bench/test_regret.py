@@ -16,8 +16,6 @@ NOISE = 0.5
 """Microseconds by which kernels of two or three differ from run to run."""
 KNOWN = {
     "alexnet64_out 512x256 float32 avg forward",
-    "alexnet256_out 512x256 float16 avg forward",
-    "alexnet256_out 512x256 float32 avg forward",
     "alexnet256_pool0 8x96 float16 max backward",
 }
 """Where the model of the choice is not good enough yet."""
