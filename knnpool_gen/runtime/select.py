@@ -235,9 +235,9 @@ def configure(
         shared_bytes, by_shared, work = 0, MAX_BLOCKS, problem.written_nodes
         tiles = -(-problem.rows // rows)
     threads = THREADS
-    alone = _waits_for_sums(problem)  # the few threads need registers rather than company
-    while threads * by_shared < kernel.resident_threads and threads < 1024 and not alone:
-        threads *= 2
+    if not _waits_for_sums(problem):  # those few threads need registers rather than company
+        while threads * by_shared < kernel.resident_threads and threads < 1024:
+            threads *= 2
     while threads > 64 and work <= threads // 2:
         threads //= 2
     threads = block_threads or threads
@@ -313,12 +313,12 @@ def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[i
     small = problem.direction is Direction.BACKWARD and problem.written_nodes <= THREADS
     # Each row more makes a sum of many terms take longer.
     widest = max(BANK, kernels[min(kernels)].node_bytes) if _waits_for_sums(problem) else WIDEST_READ
+    lanes = _lanes(problem)
     for rows in sorted(kernels, key=lambda rows: (not small and kernels[rows].node_bytes > widest, -rows)):
         shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
         stack = _stack(problem, device, rows, kernels[rows])
         columns = stack * problem.written_nodes * _split(problem, stack)
-        lanes = _lanes(problem)
         if _blocks_by_shared(shared, device) >= 2 and tiles >= TILES * device.multiprocessors and columns >= lanes:
             yield rows
     yield min(kernels)
