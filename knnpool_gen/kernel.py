@@ -59,7 +59,8 @@ class Kernel:
     """The most slots of such a node, in a forward."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
-
+    gap_bytes: int
+    """Shared memory between one group of rows and the next, so that one node of several is in as many banks."""
     resident_threads: int
     """Threads of all blocks on a multiprocessor that the kernel's registers should allow."""
 
@@ -69,7 +70,8 @@ class Kernel:
         ``staged`` nodes of each are read into it, ``written`` nodes written from it.
         """
         nodes = self._room(staged + self.extra_nodes) * (self.node_bytes + self.node_slots * slot_bytes)
-        return stack * (nodes + self._room(min(written, CHUNK)) * self.sum_bytes)
+        group = nodes + self._room(min(written, CHUNK)) * self.sum_bytes
+        return stack * (group + self.gap_bytes) if stack > 1 else group
 
     def _room(self, nodes: int) -> int:
         return -(-nodes // self.vector) * self.vector

@@ -173,6 +173,18 @@ def test_few_rows_get_low_tiles() -> None:
     assert KEYS[select(few, H200).kernel].rows == 1
 
 
+def test_stacked_groups_begin_in_different_banks() -> None:
+    """Threads at one node of several groups: odd distances of whole reads bring them to as many banks."""
+    pooling = replace(ALEXP0, k=60, nin=60, nout=1, rows=1 << 17, mode=Mode.AVG, need_aux=False)
+    configuration = select(pooling, H200)
+    stack = int(dict(configuration.macros)["KNNPOOL_STACK"])
+    read = min(configuration.kernel.node_bytes, 16)
+    places = 2 * pooling.k
+    assert stack >= 16
+    assert (configuration.shared_bytes - places) % (stack * read) == 0
+    assert (configuration.shared_bytes - places) // (stack * read) % 2 == 1
+
+
 def test_rows_of_nothing() -> None:
     for problem in (replace(ALEXP0, rows=0), replace(ALEXP0, nout=0), replace(ALEXP0, k=0, nin=0, nout=0)):
         configuration = select(problem, H200)

@@ -169,9 +169,9 @@ __device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes,
     }
 }
 
-// Stores what fetch() loaded, node by node.
+// Stores what fetch() loaded, node by node; `group` pieces lie from one group of rows to the next.
 __device__ __forceinline__ void put(
-    Piece* tile, const Ahead& ahead, int nodes, int room, int part)
+    Piece* tile, const Ahead& ahead, int nodes, int room, int group, int part)
 {
     const int vectors = nodes / VECTOR;
     #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void put(
             unsigned value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) value[r] = ahead.vector[l][r][j];
-            store(tile + s * PIECES * room, room, VECTOR * i + j, value);
+            store(tile + s * group, room, VECTOR * i + j, value);
         }
     }
 }
@@ -324,6 +324,7 @@ knnpool_backward_max_float32_shared_r1(
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int TILE_ROWS = KNNPOOL_STACK * ROWS;
     const int ROOM = room_for(NOUT), SUM_ROOM = room_for(min(NIN, CHUNK));
+    const int GROUP = PIECES * ROOM;  // pieces from one group of rows to the next
     const int PARTS = parts_of(NOUT), SLOT_PARTS = slot_parts_of(NOUT);
     const bool ALL_HELD = NIN <= CHUNK && KNNPOOL_STACK * NIN <= HELD * KNNPOOL_THREADS;
     // Entries beyond DEPTH: where few nodes have any, unrolled they would still be the most of what is compiled.
@@ -331,7 +332,7 @@ knnpool_backward_max_float32_shared_r1(
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
-    SumPiece* sums = reinterpret_cast<SumPiece*>(tile + KNNPOOL_STACK * PIECES * ROOM);
+    SumPiece* sums = reinterpret_cast<SumPiece*>(tile + KNNPOOL_STACK * GROUP);
     Slots* winners = reinterpret_cast<Slots*>(sums + KNNPOOL_STACK * SUM_PIECES * SUM_ROOM);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
@@ -352,7 +353,7 @@ knnpool_backward_max_float32_shared_r1(
         const int live = rows_of_tile(first, rows);
         for (int part = 0; part < PARTS; ++part) {
             if (PARTS > 1) fetch(ahead, grad_y + first * NOUT, NOUT, live, part);
-            put(tile, ahead, NOUT, ROOM, part);
+            put(tile, ahead, NOUT, ROOM, GROUP, part);
         }
         for (int part = 0; KNNPOOL_AUX_BLOCKED && part < SLOT_PARTS; ++part) {
             if (SLOT_PARTS > 1) fetch_slots(slots_ahead, aux, first, NOUT, live, part);
@@ -376,7 +377,7 @@ knnpool_backward_max_float32_shared_r1(
                     const int item = begin + h * KNNPOOL_THREADS + threadIdx.x;
                     if (h * KNNPOOL_THREADS >= KNNPOOL_STACK * nodes || item >= KNNPOOL_STACK * nodes) break;
                     const int s = KNNPOOL_STACK > 1 ? item / nodes : 0;
-                    const Piece* group = tile + s * PIECES * ROOM;
+                    const Piece* group = tile + s * GROUP;
                     const Slots* group_winners = winners + s * ROOM;
                     Sum total[SUMS];
                     {

@@ -141,9 +141,9 @@ __device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes,
     }
 }
 
-// Stores what fetch() loaded, node by node.
+// Stores what fetch() loaded, node by node; `group` pieces lie from one group of rows to the next.
 __device__ __forceinline__ void put(
-    Piece* tile, const Ahead& ahead, int nodes, int room, int part)
+    Piece* tile, const Ahead& ahead, int nodes, int room, int group, int part)
 {
     const int vectors = nodes / VECTOR;
     #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void put(
             unsigned value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) value[r] = ahead.vector[l][r][j];
-            store(tile + s * PIECES * room, room, VECTOR * i + j, value);
+            store(tile + s * group, room, VECTOR * i + j, value);
         }
     }
 }
@@ -232,6 +232,7 @@ knnpool_backward_sum_float32_shared_r4(
     const int NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int TILE_ROWS = KNNPOOL_STACK * ROWS;
     const int ROOM = room_for(NOUT), SUM_ROOM = room_for(min(NIN, CHUNK));
+    const int GROUP = PIECES * ROOM;  // pieces from one group of rows to the next
     const int PARTS = parts_of(NOUT);
     const bool ALL_HELD = NIN <= CHUNK && KNNPOOL_STACK * NIN <= HELD * KNNPOOL_THREADS;
     // Entries beyond DEPTH: where few nodes have any, unrolled they would still be the most of what is compiled.
@@ -239,7 +240,7 @@ knnpool_backward_sum_float32_shared_r4(
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
-    SumPiece* sums = reinterpret_cast<SumPiece*>(tile + KNNPOOL_STACK * PIECES * ROOM);
+    SumPiece* sums = reinterpret_cast<SumPiece*>(tile + KNNPOOL_STACK * GROUP);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
@@ -257,7 +258,7 @@ knnpool_backward_sum_float32_shared_r4(
         const int live = rows_of_tile(first, rows);
         for (int part = 0; part < PARTS; ++part) {
             if (PARTS > 1) fetch(ahead, grad_y + first * NOUT, NOUT, live, part);
-            put(tile, ahead, NOUT, ROOM, part);
+            put(tile, ahead, NOUT, ROOM, GROUP, part);
         }
         __syncthreads();  // the tile is complete
         if (first + stride < rows) {
@@ -275,7 +276,7 @@ knnpool_backward_sum_float32_shared_r4(
                     const int item = begin + h * KNNPOOL_THREADS + threadIdx.x;
                     if (h * KNNPOOL_THREADS >= KNNPOOL_STACK * nodes || item >= KNNPOOL_STACK * nodes) break;
                     const int s = KNNPOOL_STACK > 1 ? item / nodes : 0;
-                    const Piece* group = tile + s * PIECES * ROOM;
+                    const Piece* group = tile + s * GROUP;
                     Sum total[SUMS];
                     {
                         float sum[ROWS] = {};

@@ -115,9 +115,9 @@ __device__ __forceinline__ void fetch(Ahead& ahead, const Value* row, int nodes,
     }
 }
 
-// Stores what fetch() loaded, node by node.
+// Stores what fetch() loaded, node by node; `group` pieces lie from one group of rows to the next.
 __device__ __forceinline__ void put(
-    Piece* tile, const Ahead& ahead, int nodes, int room, int part)
+    Piece* tile, const Ahead& ahead, int nodes, int room, int group, int part)
 {
     const int vectors = nodes / VECTOR;
     #pragma unroll
@@ -130,7 +130,7 @@ __device__ __forceinline__ void put(
             Value value[ROWS];
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) value[r] = ahead.vector[l][r][j];
-            store(tile + s * PIECES * room, room, VECTOR * i + j, value);
+            store(tile + s * group, room, VECTOR * i + j, value);
         }
     }
 }
@@ -175,12 +175,14 @@ knnpool_forward_weighted_float32_shared_r4(
     const int K = KNNPOOL_K, NIN = KNNPOOL_NIN, NOUT = KNNPOOL_NOUT;
     const int TILE_ROWS = KNNPOOL_STACK * ROWS, COLUMNS = KNNPOOL_STACK * NOUT;
     const int ROOM = room_for(NIN + 1);  // the inputs, and node NIN that all pads read
+    // Pieces from one group of rows to the next: an odd number, so that one node of several groups is in as many banks.
+    const int GROUP = KNNPOOL_STACK > 1 ? PIECES * ROOM | 1 : PIECES * ROOM;
     const int PARTS = parts_of(NIN);
     const bool ALL_HELD = COLUMNS <= HELD * KNNPOOL_THREADS;
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
-    KNNPOOL_INDEX* places = reinterpret_cast<KNNPOOL_INDEX*>(tile + KNNPOOL_STACK * PIECES * ROOM);
+    KNNPOOL_INDEX* places = reinterpret_cast<KNNPOOL_INDEX*>(tile + KNNPOOL_STACK * GROUP);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
@@ -188,7 +190,7 @@ knnpool_forward_weighted_float32_shared_r4(
         Value pad[ROWS];
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) pad[r] = static_cast<Value>(0);
-        store(tile + s * PIECES * ROOM, ROOM, NIN, pad);
+        store(tile + s * GROUP, ROOM, NIN, pad);
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
@@ -203,7 +205,7 @@ knnpool_forward_weighted_float32_shared_r4(
         const int live = rows_of_tile(first, rows);
         for (int part = 0; part < PARTS; ++part) {
             if (PARTS > 1) fetch(ahead, x + first * NIN, NIN, live, part);
-            put(tile, ahead, NIN, ROOM, part);
+            put(tile, ahead, NIN, ROOM, GROUP, part);
         }
         __syncthreads();  // the tile is complete
         if (PARTS == 1 && first + stride < rows)
@@ -223,7 +225,7 @@ knnpool_forward_weighted_float32_shared_r4(
                     const int at = K <= SLOTS       ? place[h][k]
                                    : KNNPOOL_PLACES ? places[k * NOUT + n]
                                                     : position(indices[k * NOUT + n], VECTOR);
-                    const Node node = load(tile + s * PIECES * ROOM, ROOM, at);
+                    const Node node = load(tile + s * GROUP, ROOM, at);
                     const float weight = weights[k * NOUT + n];
                     #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {

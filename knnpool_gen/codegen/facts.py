@@ -377,6 +377,7 @@ class KernelFacts:
             held_slots=self.held_slots if self.shared and not self.backward else 0,
             held=(self.held_nodes if self.backward else self.held_columns) if self.shared else 0,
             extra_nodes=0 if self.backward else 1,
+            gap_bytes=self.node.piece_bytes if self.shared and not self.backward else 0,
         )
 
     @staticmethod

@@ -26,15 +26,17 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 MAX_BLOCKS = 32
 """Blocks a multiprocessor can hold at most; small blocks are limited by its threads before."""
 STACKED_SHARED = {Direction.FORWARD: 16 * 1024, Direction.BACKWARD: 24 * 1024}
-"""A tile is stacked only up to this many bytes; four times that if it has no work for a warp otherwise."""
+"""A tile is stacked only up to this many bytes; four times that, or twice, if it has no work for a warp otherwise."""
 TILES = 2
 """Tiles that every multiprocessor should have at least, or rows are left to lower ones."""
 LONG_ROW = 1 << 14
 """Nodes of a row so long that few of its tiles fit a multiprocessor."""
 PLACES_SHARED = 8 * 1024
 """Look-ups of columns too long for registers stand in shared memory only up to this many bytes."""
-LONG_SUM = 128
+LONG_SUM = 32
 """Terms of a sum, which one thread adds one after the other, that keep a tile waiting."""
+SUM_NODE = 8
+"""Bytes of a node in such tiles, at most: every row more takes longer to add."""
 BANK = 4
 """Bytes that a bank of shared memory delivers at a time."""
 LONG_COLUMN = 16
@@ -311,15 +313,17 @@ def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[i
     # One access brings 16 bytes: more of a node are not read faster, and take more registers. Backward over few nodes,
     # tall tiles are better all the same.
     small = problem.direction is Direction.BACKWARD and problem.written_nodes <= THREADS
-    # Each row more makes a sum of many terms take longer.
-    widest = max(BANK, kernels[min(kernels)].node_bytes) if _waits_for_sums(problem) else WIDEST_READ
-    lanes = _lanes(problem)
+    widest = SUM_NODE if _waits_for_sums(problem) else WIDEST_READ
     for rows in sorted(kernels, key=lambda rows: (not small and kernels[rows].node_bytes > widest, -rows)):
         shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
         stack = _stack(problem, device, rows, kernels[rows])
         columns = stack * problem.written_nodes * _split(problem, stack)
-        if _blocks_by_shared(shared, device) >= 2 and tiles >= TILES * device.multiprocessors and columns >= lanes:
+        if (
+            _blocks_by_shared(shared, device) >= 2
+            and tiles >= TILES * device.multiprocessors
+            and columns >= _lanes(problem, kernels[rows])
+        ):
             yield rows
     yield min(kernels)
 
@@ -329,21 +333,25 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
     stack = 1
     while (
         2 * stack * problem.written_nodes <= _work(problem, kernel)
-        and _tile_bytes(problem, kernel, 2 * stack)
-        <= min(
-            STACKED_SHARED[problem.direction]
-            * (1 if stack * problem.written_nodes * _split(problem, stack) >= _lanes(problem) else 4),
-            device.shared_per_block,
-        )
+        and _tile_bytes(problem, kernel, 2 * stack) <= min(_stacked_shared(problem, stack), device.shared_per_block)
         and problem.rows >= 2 * TILES * stack * rows * device.multiprocessors
     ):
         stack *= 2
     return stack
 
 
-def _lanes(problem: Problem) -> int:
-    """Threads of a block that should have a column: a warp, or half of one where that lets more tiles wait."""
-    return WARP // 2 if _waits_for_sums(problem) else WARP
+def _stacked_shared(problem: Problem, stack: int) -> int:
+    """Bytes up to which a tile may be stacked once more: fewer, the more threads have a column already."""
+    columns = stack * problem.written_nodes * _split(problem, stack)
+    most = STACKED_SHARED[problem.direction]
+    if columns >= WARP:
+        return most
+    return 2 * most if _waits_for_sums(problem) and columns >= WARP // 2 else 4 * most
+
+
+def _lanes(problem: Problem, kernel: Kernel) -> int:
+    """Threads of a block that should have a column: a warp, or half of one where few rows keep a tile waiting."""
+    return WARP // 2 if _waits_for_sums(problem) and kernel.node_bytes <= BANK else WARP
 
 
 def _waits_for_sums(problem: Problem) -> bool:
