@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,12 @@ KEYS = {kernel: key for key, kernel in KERNELS.items()}
 ALEXP0 = Problem(Direction.FORWARD, Mode.MAX, "float16", k=9, nin=964, nout=230, rows=512 * 96, need_aux=True)
 
 
+def places_bytes(kernel: Kernel, problem: Problem) -> int:
+    """Four bytes for every slot; columns that are read in batches are filled up and lie four places apart."""
+    whole = math.ceil(problem.k / kernel.batch) * kernel.batch + 4 if kernel.batch else problem.k
+    return 4 * whole * problem.nout
+
+
 def check(configuration: Configuration, problem: Problem, device: DeviceFacts, rs: int | None = None) -> None:
     """Everything that a launch of ``configuration`` relies on."""
     key, kernel, macros = KEYS[configuration.kernel], configuration.kernel, dict(configuration.macros)
@@ -45,8 +52,8 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         assert isinstance(stack, int)
         assert stack == 1 or rs is None
         tile = kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
-        places = problem.k * problem.nout * problem.index_bytes if macros.get("KNNPOOL_PLACES") else 0
-        assert shared == tile + places
+        places = places_bytes(kernel, problem) if macros.get("KNNPOOL_PLACES") else 0
+        assert shared == (-(-tile // 16) * 16 + places if places else tile)
         assert places <= PLACES_SHARED
         check_vectors(macros, kernel, problem)
         tiles = -(-problem.rows // (key.rows * stack))
@@ -73,8 +80,7 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
         "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
-        "KNNPOOL_PLACES": 0 < kernel.held_slots < problem.k
-        and 0 < problem.k * problem.nout * problem.index_bytes <= PLACES_SHARED,
+        "KNNPOOL_PLACES": 0 < kernel.held_slots < problem.k and 0 < places_bytes(kernel, problem) <= PLACES_SHARED,
     }
     assert {name: macros[name] for name in switches if name in macros} == {
         name: int(switches[name]) for name in kernel.switches
@@ -179,10 +185,10 @@ def test_stacked_groups_begin_in_different_banks() -> None:
     configuration = select(pooling, H200)
     stack = int(dict(configuration.macros)["KNNPOOL_STACK"])
     read = min(configuration.kernel.node_bytes, 16)
-    places = 2 * pooling.k
+    tile = configuration.kernel.shared_bytes(pooling.nin, pooling.nout, stack)
     assert stack >= 16
-    assert (configuration.shared_bytes - places) % (stack * read) == 0
-    assert (configuration.shared_bytes - places) // (stack * read) % 2 == 1
+    assert tile % (stack * read) == 0
+    assert tile // (stack * read) % 2 == 1
 
 
 def test_rows_of_nothing() -> None:

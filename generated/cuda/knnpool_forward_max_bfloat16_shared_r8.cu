@@ -260,7 +260,7 @@ knnpool_forward_max_bfloat16_shared_r8(
 
     extern __shared__ __align__(16) unsigned char shared[];
     Piece* tile = reinterpret_cast<Piece*>(shared);
-    KNNPOOL_INDEX* places = reinterpret_cast<KNNPOOL_INDEX*>(tile + KNNPOOL_STACK * GROUP);
+    int* places = reinterpret_cast<int*>(shared + (KNNPOOL_STACK * GROUP * sizeof(Piece) + 15) / 16 * 16);
 
     const long long stride = static_cast<long long>(gridDim.x) * TILE_ROWS;
     long long first = static_cast<long long>(blockIdx.x) * TILE_ROWS;
@@ -273,7 +273,7 @@ knnpool_forward_max_bfloat16_shared_r8(
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
     for (int i = threadIdx.x; KNNPOOL_PLACES && i < K * NOUT; i += KNNPOOL_THREADS)
-        places[i] = static_cast<KNNPOOL_INDEX>(position(indices[i], VECTOR));
+        places[i] = position(indices[i], VECTOR);
 
     join_the_stream();
     Ahead ahead;

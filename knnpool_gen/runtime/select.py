@@ -31,7 +31,7 @@ TILES = 2
 """Tiles that every multiprocessor should have at least, or rows are left to lower ones."""
 LONG_ROW = 1 << 14
 """Nodes of a row so long that few of its tiles fit a multiprocessor."""
-PLACES_SHARED = 8 * 1024
+PLACES_SHARED = 16 * 1024
 """Look-ups of columns too long for registers stand in shared memory only up to this many bytes."""
 LONG_SUM = 32
 """Terms of a sum, which one thread adds one after the other, that keep a tile waiting."""
@@ -382,7 +382,8 @@ def _split(problem: Problem, stack: int) -> int:
 
 
 def _shared_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
-    return _tile_bytes(problem, kernel, stack) + _places_bytes(problem, kernel)
+    tile, places = _tile_bytes(problem, kernel, stack), _places_bytes(problem, kernel)
+    return -(-tile // WIDEST_READ) * WIDEST_READ + places if places else tile
 
 
 def _tile_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
@@ -391,7 +392,7 @@ def _tile_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
 
 def _places_bytes(problem: Problem, kernel: Kernel) -> int:
     """Shared memory for the look-ups of columns too long for a thread's registers; 0 where there are too many."""
-    found = problem.k * problem.nout * problem.index_bytes
+    found = kernel.places_bytes(problem.k, problem.nout)
     return found if problem.k > kernel.held_slots > 0 and found <= PLACES_SHARED else 0
 
 
