@@ -11,10 +11,6 @@ CHUNK = 1024
 """Input nodes that a backward works on together; the plan orders them by the number of their readers."""
 DEPTH = 4
 """Entries of an input node that lie at the head of the reverse table, where all nodes have the same number."""
-PLACE_BYTES = 4
-"""Size of the place of a node in a tile, where such look-ups stand in shared memory."""
-PLACE_GAP = 4
-"""Places between columns that are read in batches: whole reads, and an odd number of them with each batch."""
 AUX_ROWS = 8
 """Rows of a block of aux, where it lies in blocks."""
 
@@ -61,8 +57,6 @@ class Kernel:
     """Nodes that a thread writes whose look-ups it keeps in registers; 0 if nothing is staged."""
     held_slots: int
     """The most slots of such a node, in a forward."""
-    batch: int
-    """Slots of a longer column that are read together; pads fill the last ones up. 0 if they are read one by one."""
     extra_nodes: int
     """Nodes a tile holds besides the table's own (the pad)."""
     gap_bytes: int
@@ -78,11 +72,6 @@ class Kernel:
         nodes = self._room(staged + self.extra_nodes) * (self.node_bytes + self.node_slots * slot_bytes)
         group = nodes + self._room(min(written, CHUNK)) * self.sum_bytes
         return stack * (group + self.gap_bytes) if stack > 1 else group
-
-    def places_bytes(self, k: int, nout: int) -> int:
-        """Dynamic shared memory, in bytes, of the look-ups of all columns."""
-        length = -(-k // self.batch) * self.batch + PLACE_GAP if self.batch else k
-        return length * nout * PLACE_BYTES
 
     def _room(self, nodes: int) -> int:
         return -(-nodes // self.vector) * self.vector

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -31,12 +30,6 @@ KEYS = {kernel: key for key, kernel in KERNELS.items()}
 ALEXP0 = Problem(Direction.FORWARD, Mode.MAX, "float16", k=9, nin=964, nout=230, rows=512 * 96, need_aux=True)
 
 
-def places_bytes(kernel: Kernel, problem: Problem) -> int:
-    """Four bytes for every slot; columns that are read in batches are filled up and lie four places apart."""
-    whole = math.ceil(problem.k / kernel.batch) * kernel.batch + 4 if kernel.batch else problem.k
-    return 4 * whole * problem.nout
-
-
 def check(configuration: Configuration, problem: Problem, device: DeviceFacts, rs: int | None = None) -> None:
     """Everything that a launch of ``configuration`` relies on."""
     key, kernel, macros = KEYS[configuration.kernel], configuration.kernel, dict(configuration.macros)
@@ -52,7 +45,7 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         assert isinstance(stack, int)
         assert stack == 1 or rs is None
         tile = kernel.shared_bytes(problem.staged_nodes, problem.written_nodes, stack, problem.slot_bytes)
-        places = places_bytes(kernel, problem) if macros.get("KNNPOOL_PLACES") else 0
+        places = 4 * problem.k * problem.nout if macros.get("KNNPOOL_PLACES") else 0
         assert shared == (-(-tile // 16) * 16 + places if places else tile)
         assert places <= PLACES_SHARED
         check_vectors(macros, kernel, problem)
@@ -80,7 +73,7 @@ def check(configuration: Configuration, problem: Problem, device: DeviceFacts, r
         "KNNPOOL_AUX": problem.need_aux,
         "KNNPOOL_NORMALIZE": problem.normalize,
         "KNNPOOL_AUX_BLOCKED": problem.blocked_aux,
-        "KNNPOOL_PLACES": 0 < kernel.held_slots < problem.k and 0 < places_bytes(kernel, problem) <= PLACES_SHARED,
+        "KNNPOOL_PLACES": 0 < kernel.held_slots < problem.k and 0 < 4 * problem.k * problem.nout <= PLACES_SHARED,
     }
     assert {name: macros[name] for name in switches if name in macros} == {
         name: int(switches[name]) for name in kernel.switches

@@ -221,7 +221,7 @@ knnpool_forward_avg_float64_shared_r2(
                 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) size[r] = count[n];
 
-                #pragma unroll 16
+                #pragma unroll 12
                 for (int k = 0; k < K; ++k) {
                     const int at = K <= SLOTS       ? place[h][k]
                                    : KNNPOOL_PLACES ? places[k * NOUT + n]

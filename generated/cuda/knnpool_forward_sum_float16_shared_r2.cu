@@ -9,7 +9,7 @@
 // A block takes tiles of 2 rows, or a stack of these. A tile is staged in shared memory node by node: the values
 // of all rows at one node stand side by side, so that one look-up of an index serves them all. Where they fit, a
 // thread keeps the look-ups of its columns in registers, those of a few long columns stand behind the tile, and the
-// next tile is loaded while this one is reduced. The terms of a long sum wait for one another: nodes are read ahead.
+// next tile is loaded while this one is reduced.
 
 #include <cuda_fp16.h>
 
@@ -55,9 +55,6 @@ struct Node { Word word[WORDS]; };
 
 constexpr int HELD = 2;   // columns whose look-ups a thread keeps in registers
 constexpr int SLOTS = 12;  // and the most slots these may have
-constexpr int BATCH = 8;  // slots of a longer column that are read while those before are added
-
-struct alignas(16) Places { int node[BATCH]; };  // where their nodes lie in the tile
 
 // Where a node lies in a tile, and with which others it was loaded. The exclusive or spreads the accesses of a
 // warp, `vector` nodes a thread, over all banks.
@@ -169,12 +166,6 @@ __device__ __forceinline__ void look_up(
     }
 }
 
-// The nodes of a batch of slots.
-__device__ __forceinline__ void load_batch(Node (&node)[BATCH], const Piece* tile, int room, const Places& places) {
-    #pragma unroll
-    for (int u = 0; u < BATCH; ++u) node[u] = load(tile, room, places.node[u]);
-}
-
 __device__ __forceinline__ float widen(Value value) { return __half2float(__ushort_as_half(value)); }
 
 __device__ __forceinline__ Value narrow(float value) { return __half_as_ushort(__float2half_rn(value)); }
@@ -193,8 +184,6 @@ knnpool_forward_sum_float16_shared_r2(
     // Pieces from one group of rows to the next: an odd number, so that one node of several groups is in as many banks.
     const int GROUP = KNNPOOL_STACK > 1 ? PIECES * ROOM | 1 : PIECES * ROOM;
     const int PARTS = parts_of(NIN);
-    const int BATCHES = (K + BATCH - 1) / BATCH;
-    const int LENGTH = BATCHES * BATCH + 4;  // a column, filled up with pads; the next one begins in other banks
     const bool ALL_HELD = COLUMNS <= HELD * KNNPOOL_THREADS;
 
     extern __shared__ __align__(16) unsigned char shared[];
@@ -211,10 +200,8 @@ knnpool_forward_sum_float16_shared_r2(
     }
     int place[HELD][SLOTS];
     if (ALL_HELD) look_up(place, indices, 0);
-    for (int i = threadIdx.x; KNNPOOL_PLACES && i < LENGTH * NOUT; i += KNNPOOL_THREADS) {
-        const int k = i % LENGTH, n = i / LENGTH;
-        places[i] = position(k < K ? static_cast<int>(indices[k * NOUT + n]) : NIN, VECTOR);
-    }
+    for (int i = threadIdx.x; KNNPOOL_PLACES && i < K * NOUT; i += KNNPOOL_THREADS)
+        places[i] = position(indices[i], VECTOR);
 
     join_the_stream();
     Ahead ahead;
@@ -239,38 +226,16 @@ knnpool_forward_sum_float16_shared_r2(
                 const int s = KNNPOOL_STACK > 1 ? column / NOUT : 0, n = column - s * NOUT;
                 float sum[ROWS] = {};
 
-                if (KNNPOOL_PLACES) {  // the terms wait for one another; the nodes of the next are read meanwhile
-                    const Places* at = reinterpret_cast<const Places*>(places + n * LENGTH);
-                    Node next[BATCH];
-                    load_batch(next, tile + s * GROUP, ROOM, at[0]);
-                    Places next_places = at[min(1, BATCHES - 1)];
-                    #pragma unroll 2
-                    for (int b = 0; b < BATCHES; ++b) {
-                        Node now[BATCH];
-                        #pragma unroll
-                        for (int u = 0; u < BATCH; ++u) now[u] = next[u];
-                        load_batch(next, tile + s * GROUP, ROOM, next_places);
-                        next_places = at[min(b + 2, BATCHES - 1)];
-                        #pragma unroll
-                        for (int u = 0; u < BATCH; ++u) {
-                            const Node node = now[u];
-                            #pragma unroll
-                            for (int r = 0; r < ROWS; ++r) {
-                                const float value = widen(row_of(node.word, r));
-                                if (!(KNNPOOL_OMIT_NAN && value != value)) sum[r] = __fadd_rn(sum[r], value);
-                            }
-                        }
-                    }
-                } else {
-                    #pragma unroll 16
-                    for (int k = 0; k < K; ++k) {
-                        const int at = K <= SLOTS ? place[h][k] : position(indices[k * NOUT + n], VECTOR);
-                        const Node node = load(tile + s * GROUP, ROOM, at);
-                        #pragma unroll
-                        for (int r = 0; r < ROWS; ++r) {
-                            const float value = widen(row_of(node.word, r));
-                            if (!(KNNPOOL_OMIT_NAN && value != value)) sum[r] = __fadd_rn(sum[r], value);
-                        }
+                #pragma unroll 16
+                for (int k = 0; k < K; ++k) {
+                    const int at = K <= SLOTS       ? place[h][k]
+                                   : KNNPOOL_PLACES ? places[k * NOUT + n]
+                                                    : position(indices[k * NOUT + n], VECTOR);
+                    const Node node = load(tile + s * GROUP, ROOM, at);
+                    #pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        const float value = widen(row_of(node.word, r));
+                        if (!(KNNPOOL_OMIT_NAN && value != value)) sum[r] = __fadd_rn(sum[r], value);
                     }
                 }
                 #pragma unroll

@@ -217,7 +217,7 @@ knnpool_forward_sum_float64_shared_r2(
                 const int s = KNNPOOL_STACK > 1 ? column / NOUT : 0, n = column - s * NOUT;
                 double sum[ROWS] = {};
 
-                #pragma unroll 16
+                #pragma unroll 12
                 for (int k = 0; k < K; ++k) {
                     const int at = K <= SLOTS       ? place[h][k]
                                    : KNNPOOL_PLACES ? places[k * NOUT + n]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from knnpool_gen.codegen.outputs import banner
 from knnpool_gen.codegen.variant import PlanTable, TileValue, Variant
-from knnpool_gen.kernel import AUX_ROWS, CHUNK, DEPTH, PLACE_GAP, Kernel
+from knnpool_gen.kernel import AUX_ROWS, CHUNK, DEPTH, Kernel
 from knnpool_gen.vocabulary import Direction, Staging
 
 WIDEST_READ = 16
@@ -29,10 +29,6 @@ MOST_LOADS = 16
 COLUMN_UNROLL = {1: 32, 2: 16, 4: 16}
 """Look-ups of a sum's column that a thread of so many rows has under way: its terms wait for one another, and few
 rows have registers to spare."""
-BATCH = 8
-"""Slots of a long sum whose nodes are read while those before are added."""
-BATCHED_NODE = 4
-"""Bytes of a node, at most, of which the registers hold two batches beside a tile on its way."""
 COMMENT_COLUMN = 34
 """Column of the comments behind the constants."""
 
@@ -346,23 +342,8 @@ class KernelFacts:
     @property
     def column_unroll(self) -> int:
         """The same for columns of any length in shared memory."""
-        one_read = self.node.pieces == 1 and not self.splits
-        return COLUMN_UNROLL.get(self.rows, self.unroll) if one_read else self.unroll
-
-    @property
-    def batch(self) -> int:
-        """Slots of a long column whose nodes are read while those before are added; 0 if they are read one by one.
-
-        Maxima are shared by threads instead; the terms of weighted sums wait for their weights all the same.
-        """
-        summed = self.shared and not self.backward and not self.splits
-        weighs = PlanTable.WEIGHTS in self.variant.mode.forward_reads
-        return BATCH if summed and not weighs and self.node.bytes <= BATCHED_NODE else 0
-
-    @property
-    def place_gap(self) -> int:
-        """Places between the columns of batches."""
-        return PLACE_GAP
+        narrow = self.node.bytes <= WIDEST_READ // 2 and not self.splits
+        return COLUMN_UNROLL.get(self.rows, self.unroll) if narrow else self.unroll
 
     @property
     def resident_threads(self) -> int:
@@ -394,7 +375,6 @@ class KernelFacts:
             out_vector=self.out_vector if self.shared and self.backward else 1,
             resident_threads=self.resident_threads,
             held_slots=self.held_slots if self.shared and not self.backward else 0,
-            batch=self.batch,
             held=(self.held_nodes if self.backward else self.held_columns) if self.shared else 0,
             extra_nodes=0 if self.backward else 1,
             gap_bytes=self.node.piece_bytes if self.shared and not self.backward else 0,

@@ -33,6 +33,8 @@ LONG_ROW = 1 << 14
 """Nodes of a row so long that few of its tiles fit a multiprocessor."""
 PLACES_SHARED = 16 * 1024
 """Look-ups of columns too long for registers stand in shared memory only up to this many bytes."""
+PLACE_BYTES = 4
+"""Bytes of one of them."""
 LONG_SUM = 32
 """Terms of a sum, which one thread adds one after the other, that keep a tile waiting."""
 SUM_NODE = 8
@@ -322,7 +324,7 @@ def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[i
         if (
             _blocks_by_shared(shared, device) >= 2
             and tiles >= TILES * device.multiprocessors
-            and columns >= _lanes(problem, kernels[rows])
+            and columns >= _lanes(problem, kernels[rows], stack)
         ):
             yield rows
     yield min(kernels)
@@ -349,9 +351,10 @@ def _stacked_shared(problem: Problem, stack: int) -> int:
     return 2 * most if _waits_for_sums(problem) and columns >= WARP // 2 else 4 * most
 
 
-def _lanes(problem: Problem, kernel: Kernel) -> int:
-    """Threads of a block that should have a column: a warp, or half of one where few rows keep a tile waiting."""
-    return WARP // 2 if _waits_for_sums(problem) and kernel.node_bytes <= BANK else WARP
+def _lanes(problem: Problem, kernel: Kernel, stack: int) -> int:
+    """Threads of a block that should have a column: a warp, or half of one that adds few rows or lets more tiles in."""
+    small = kernel.node_bytes <= BANK or _tile_bytes(problem, kernel, stack) <= 2 * STACKED_SHARED[problem.direction]
+    return WARP // 2 if _waits_for_sums(problem) and small else WARP
 
 
 def _waits_for_sums(problem: Problem) -> bool:
@@ -392,7 +395,7 @@ def _tile_bytes(problem: Problem, kernel: Kernel, stack: int) -> int:
 
 def _places_bytes(problem: Problem, kernel: Kernel) -> int:
     """Shared memory for the look-ups of columns too long for a thread's registers; 0 where there are too many."""
-    found = kernel.places_bytes(problem.k, problem.nout)
+    found = problem.k * problem.nout * PLACE_BYTES
     return found if problem.k > kernel.held_slots > 0 and found <= PLACES_SHARED else 0
 
 
