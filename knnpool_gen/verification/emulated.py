@@ -37,9 +37,10 @@ TYPES = ("KNNPOOL_INDEX", "KNNPOOL_SLOT", "KNNPOOL_ENTRY", "KNNPOOL_VECTOR", "KN
 class EmulatedBackend:
     """Builds each source once for all tables and runs all calls in one process."""
 
-    def __init__(self, sanitizer: Sanitizer) -> None:
-        """Run under ``sanitizer``."""
+    def __init__(self, sanitizer: Sanitizer, stack: int = 2) -> None:
+        """Run under ``sanitizer``, in tiles of ``stack`` groups of rows where they fit, of one otherwise."""
         self._sanitizer = sanitizer
+        self._stack = stack
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ class EmulatedBackend:
             KernelError: the source does not build, or a sanitizer or the emulated device found a fault.
         """
         source = read_source(kernel)  # the file must be the one the table was generated with
-        prepared = [_prepare(kernel, call) for call in calls]
+        prepared = [_prepare(kernel, call, self._stack) for call in calls]
         try:
             for types in dict.fromkeys(item.types for item in prepared):
                 launches = [item.launch for item in prepared if item.types == types]
@@ -78,11 +79,11 @@ class _Prepared:
     outputs: dict[str, Tensor]
 
 
-def _prepare(kernel: Kernel, call: Call) -> _Prepared:
+def _prepare(kernel: Kernel, call: Call, stack: int) -> _Prepared:
     problem = call.problem
     # Plain tiles and stacked ones, whatever the choice for this problem would be.
-    stack = 2 if not call.misaligned and fits(problem, SMALL_DEVICE, kernel, 2) else 1
-    configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel, stack)
+    stacked = not call.misaligned and fits(problem, SMALL_DEVICE, kernel, stack)
+    configuration = configure(problem, SMALL_DEVICE, call.key.rows, kernel, stack if stacked else 1)
     outputs = {name: torch.empty_like(expected) for name, expected in call.expected.items()}
     for output in outputs.values():
         _array(output).fill(UNWRITTEN)

@@ -85,6 +85,18 @@ def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
     assert verdict.cases >= 5
 
 
+@pytest.mark.parametrize("stack", [4, 32])
+@pytest.mark.parametrize("key", [key for key in KERNELS if key.staging is Staging.SHARED], ids=by_name)
+def test_equals_the_reference_in_tall_stacks(key: KernelKey, stack: int) -> None:
+    """Few columns, as in global pooling: threads work on one node of many groups of rows."""
+    given = list(calls(key, _few_columns(), rows=[stack * key.rows + 5]))
+
+    verdict = verify_kernel(key, KERNELS[key], EmulatedBackend(Sanitizer.ADDRESS, stack), given)
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 3
+
+
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD], ids=lambda sanitizer: sanitizer.value)
 def test_is_clean_under_sanitizers(sanitized_key: KernelKey, sanitizer: Sanitizer) -> None:
     given = list(calls(sanitized_key, _small_but_varied(), rows=[2 * sanitized_key.rows + 1]))
@@ -111,6 +123,17 @@ def test_a_slot_that_holds_nothing_gives_no_gradient(key: KernelKey) -> None:
 
     assert verdict.faults == ()
     assert verdict.cases > 20
+
+
+def _few_columns() -> list[Table]:
+    """One column that nodes of every place are read for, three with pads, and one of few slots."""
+    generator = torch.Generator().manual_seed(0)
+    padded = torch.randint(0, 100, (40, 3), generator=generator)
+    return [
+        Table("one_column", torch.randperm(97, generator=generator)[:, None], 97),
+        Table("three_columns", torch.where(padded < 60, padded, 60), 60),
+        Table("few_slots", torch.tensor([[4], [0], [16], [2]]), 16),
+    ]
 
 
 def _small_but_varied() -> list[Table]:
