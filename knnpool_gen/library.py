@@ -36,6 +36,9 @@ from knnpool_gen.runtime.weights import check_weights
 from knnpool_gen.tangent import tangent
 from knnpool_gen.vocabulary import Mode
 
+LARGEST = torch.finfo(torch.float64).max
+"""The greatest whole number that a schema takes for a float."""
+
 _library: Any = torch.library.Library("knnpool", "DEF")  # type: ignore[no-untyped-call]
 _ops = torch.ops.knnpool
 
@@ -120,7 +123,8 @@ def _check_types(indices: object, mode: object, nan: object, weights: object, no
 
 def _number(empty_value: Any, dtype: torch.dtype) -> float | None:
     """``empty_value`` as the schema takes it; what it takes as it is stays as it is, so that compilers see through."""
-    return empty_value if type(empty_value) in (type(None), float, int) else rounded(empty_value, dtype)
+    known = type(empty_value) in (type(None), float) or (type(empty_value) is int and abs(empty_value) <= LARGEST)
+    return empty_value if known else rounded(empty_value, dtype)
 
 
 def pull_back(grad_y: Tensor, aux: Tensor | None, x: Tensor | None, meta: PoolMeta, reduction: Reduction) -> Tensor:

@@ -31,7 +31,7 @@ class KNNPool(nn.Module):
 
     Args:
         indices: ``[K, Nout]``, any integer dtype; for each output the input nodes that it reads. An entry ``>= nin`` is
-            padding. Copied, to int64.
+            padding. Copied, to int64, pads as ``nin``: a state is for layers of the same ``nin``.
         nin: number of input nodes.
         mode: ``"max"``, ``"avg"``, ``"sum"`` or ``"weighted"``.
         weights: for ``"weighted"``, ``[K, Nout]``, floating point, no gradient; those of pads are never read. Copied.

@@ -120,5 +120,7 @@ def rounded(empty_value: Any, dtype: torch.dtype) -> float:
         raise InvalidArgumentError("an empty_value that requires a gradient is not supported: detach it")
     try:
         return torch.tensor(float(empty_value), dtype=torch.float64, device="cpu").to(dtype).item()
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except OverflowError:
+        raise InvalidArgumentError("empty_value is a whole number that float64 does not reach") from None
+    except (TypeError, ValueError, RuntimeError):
         raise UnsupportedTypeError(f"empty_value must be a number, not {empty_value!r}") from None

@@ -419,6 +419,23 @@ def test_verify_in_emulation(run: Run) -> None:
     assert verdict["cases"] > 20
 
 
+@pytest.mark.parametrize(
+    "command", [("verify", "--emulate"), ("compile", "--arch", "sm_90")], ids=lambda words: words[0]
+)
+def test_what_was_generated_before_a_change_is_named_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    templates = copy(folders.templates(), tmp_path / "templates")
+    monkeypatch.setattr(folders, "templates", lambda: templates)
+    replace(templates / "modes" / "sum.cu.jinja", '"sum[r]", "value"', '"sum[r]", "-value"')
+    changed = run(*command, NAME)
+    assert (changed.code, changed.stderr.splitlines()[0]) == (
+        0, "generated/ differs from specs and templates; `knnpool-gen regenerate` brings it up to date"
+    )  # fmt: skip
+    replace(templates / "modes" / "sum.cu.jinja", '"sum[r]", "-value"', '"sum[r]", {{ unknown')
+    assert run(*command, NAME).stderr.startswith("specs or templates are at fault, and generated/ is older:\n")
+
+
 def test_what_disagrees_is_a_no(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend stands in for a device whose kernels write nothing."""
 

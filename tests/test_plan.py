@@ -396,6 +396,12 @@ def test_resolve_device() -> None:
     assert resolve_device("meta") == torch.empty(0, device="meta").device
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_that_is_not_here(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"device = '{device}'"):
+        pool_meta_from_indices(torch.tensor([[0, 2], [1, 1]]), 2, device)
+
+
 def test_a_default_device_does_not_matter() -> None:
     table = torch.tensor([[0, 2], [1, 1]])
     with torch.device("meta"):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from knnpool_gen import pool_backward, pool_forward, pool_function, pool_meta_from_indices
+from knnpool_gen.errors import InvalidArgumentError
 from tables import DTYPES, Table, adversarial_values, assert_same_bits, small_tables, wide_tables
 
 INF = float("inf")
@@ -451,6 +452,15 @@ def test_empty_value_is_rounded_as_any_other() -> None:
     assert pool_function(torch.ones(2), table, "sum", empty_value=1e300).tolist() == [INF, 1.0]
     assert pool_function(torch.ones(2).double(), table, "sum", empty_value=1e300).tolist() == [1e300, 1.0]
     assert pool_function(torch.ones(2), table, "sum", empty_value=torch.tensor(3)).tolist() == [3.0, 1.0]  # type: ignore[arg-type]
+
+
+def test_an_empty_value_beyond_float64() -> None:
+    def pool(x: Tensor) -> Tensor:
+        return pool_function(x, torch.tensor([[2, 0]]), "sum", empty_value=10**400)
+
+    for call in (pool, torch.func.vmap(pool)):
+        with pytest.raises(InvalidArgumentError, match="empty_value is a whole number that float64 does not reach"):
+            call(torch.ones(2, 2))
 
 
 @any_mode

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from knnpool_gen.cli.shared import JsonOption, errors, print_json, print_text, progress, stderr, stdout
-from knnpool_gen.errors import InvalidArgumentError, StaleDispatchError
+from knnpool_gen.errors import InvalidArgumentError, KNNPoolError, StaleDispatchError
 from knnpool_gen.kernel import Kernel, KernelKey
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -114,6 +114,7 @@ def compile_variants(
     from knnpool_gen.compilation import Compilation, architectures, compile_matrix
 
     with errors():
+        _note_if_stale()
         chosen = [kernel for _, kernel in _select_variants(variants)]
         archs = architectures(arch or (), ARCHITECTURES)
         results: list[Compilation] = []
@@ -144,6 +145,7 @@ def verify(
 ) -> None:
     """Compare variants with the reference, bit for bit, on this machine's GPU or in emulation."""
     with errors():
+        _note_if_stale()
         chosen = _select_variants(variants)  # before torch is loaded
 
     from knnpool_gen.verification import Verdict, choose_backend, verify_kernel
@@ -171,6 +173,22 @@ def verify(
                 stderr.print(f"{verdict.name}: {fault}", markup=False)
     stderr.print(f"{len(verdicts) - len(bad)} of {len(verdicts)} variants agree with the reference ({backend.name})")
     raise typer.Exit(1 if bad else 0)
+
+
+def _note_if_stale() -> None:
+    """Say so where specs or templates have changed: what is judged is what was generated before."""
+    from knnpool_gen import folders
+    from knnpool_gen.codegen.render import Renderer
+    from knnpool_gen.codegen.spec import load_specs
+
+    try:
+        outputs = Renderer(folders.templates()).outputs(load_specs(folders.specs()).variants)
+    except KNNPoolError as error:
+        stderr.print(f"specs or templates are at fault, and generated/ is older:\n{error}", markup=False)
+        return
+    comparison = outputs.compare(folders.generated())
+    if comparison.changed or comparison.missing or comparison.orphaned:
+        stderr.print("generated/ differs from specs and templates; `knnpool-gen regenerate` brings it up to date")
 
 
 def _select_variants(names: Sequence[str] | None) -> list[tuple[KernelKey, Kernel]]:

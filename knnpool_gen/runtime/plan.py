@@ -311,12 +311,12 @@ def resolve_device(device: DeviceLike) -> torch.device:
         InvalidArgumentError: no such device.
     """
     try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        found = torch.device(device)
+        if found.type == "cpu":
+            return torch.device("cpu")
+        return torch.empty(0, device=found).device if found.index is None else found
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
         raise InvalidArgumentError(f"device = {device!r}: {error}") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return torch.empty(0, device=device).device if device.index is None else device
 
 
 def table_of(layer: object) -> tuple[Tensor, int]:

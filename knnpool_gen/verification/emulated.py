@@ -29,7 +29,7 @@ UNWRITTEN = 0x55
 """What outputs are filled with beforehand."""
 
 MISALIGNMENT = 4
-"""Bytes off a vector's alignment, yet right for the elements of every table."""
+"""Bytes off a vector's alignment, yet right for the elements of every table but one of wide entries."""
 TYPES = ("KNNPOOL_INDEX", "KNNPOOL_SLOT", "KNNPOOL_ENTRY", "KNNPOOL_VECTOR", "KNNPOOL_OUT_VECTOR")
 """Macros that are fixed when a source is built; all others change from launch to launch."""
 
@@ -105,7 +105,7 @@ def _prepare(kernel: Kernel, call: Call, stack: int) -> _Prepared:
         shared_bytes=configuration.shared_bytes,
         arguments=tuple(arguments),
         concurrent=configuration.grid,
-        misalign=max(MISALIGNMENT, _widest(call)) if call.misaligned else 0,
+        misalign=max(MISALIGNMENT, problem.entry_bytes, _widest(call)) if call.misaligned else 0,
         parameters={
             name: value for name, value in configuration.macros if isinstance(value, int) and name not in TYPES
         },

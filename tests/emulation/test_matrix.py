@@ -85,6 +85,18 @@ def test_equals_the_reference_on_real_tables(key: KernelKey) -> None:
     assert verdict.cases >= 5
 
 
+def test_wide_entries_stay_aligned_where_the_rest_is_not() -> None:
+    """Of 8 bytes from K = 257 on, where other tables and values are 4 bytes off the alignment of vectors."""
+    key = KernelKey(Direction.BACKWARD, Mode.SUM, "float16", Staging.SHARED, 4)
+    table = Table("k257", torch.arange(257)[:, None] % 5, 5)
+    given = [replace(call, misaligned=True) for call in calls(key, [table], rows=[5])]
+
+    verdict = verify_kernel(key, KERNELS[key], EmulatedBackend(Sanitizer.ADDRESS), given)
+
+    assert verdict.faults == ()
+    assert verdict.cases >= 1
+
+
 @pytest.mark.parametrize("stack", [4, 32])
 @pytest.mark.parametrize("key", [key for key in KERNELS if key.staging is Staging.SHARED], ids=by_name)
 def test_equals_the_reference_in_tall_stacks(key: KernelKey, stack: int) -> None:
