@@ -200,11 +200,9 @@ def _tuned() -> Finding | str:
 
 
 def _generated() -> Finding | str:
-    from knnpool_gen.codegen.render import Renderer
-    from knnpool_gen.codegen.spec import load_specs
+    from knnpool_gen.codegen.checkout import compare_generated
 
-    variants = load_specs(folders.specs()).variants
-    comparison = Renderer(folders.templates()).outputs(variants).compare(folders.generated())
+    comparison = compare_generated()
     differing = len(comparison.changed) + len(comparison.missing) + len(comparison.orphaned)
     if differing:
         text = f"{differing} file(s) differ from specs and templates"

@@ -114,8 +114,8 @@ def compile_variants(
     from knnpool_gen.compilation import Compilation, architectures, compile_matrix
 
     with errors():
-        _note_if_stale()
         chosen = [kernel for _, kernel in _select_variants(variants)]
+        _note_if_stale()
         archs = architectures(arch or (), ARCHITECTURES)
         results: list[Compilation] = []
         for result in progress(compile_matrix(chosen, archs), len(chosen) * len(archs), "compiling"):
@@ -145,8 +145,8 @@ def verify(
 ) -> None:
     """Compare variants with the reference, bit for bit, on this machine's GPU or in emulation."""
     with errors():
-        _note_if_stale()
         chosen = _select_variants(variants)  # before torch is loaded
+        _note_if_stale()
 
     from knnpool_gen.verification import Verdict, choose_backend, verify_kernel
 
@@ -177,17 +177,14 @@ def verify(
 
 def _note_if_stale() -> None:
     """Say so where specs or templates have changed: what is judged is what was generated before."""
-    from knnpool_gen import folders
-    from knnpool_gen.codegen.render import Renderer
-    from knnpool_gen.codegen.spec import load_specs
+    from knnpool_gen.codegen.checkout import compare_generated
 
     try:
-        outputs = Renderer(folders.templates()).outputs(load_specs(folders.specs()).variants)
+        comparison = compare_generated()
     except KNNPoolError as error:
         stderr.print(f"specs or templates are at fault, and generated/ is older:\n{error}", markup=False)
         return
-    comparison = outputs.compare(folders.generated())
-    if comparison.changed or comparison.missing or comparison.orphaned:
+    if comparison.differs:
         stderr.print("generated/ differs from specs and templates; `knnpool-gen regenerate` brings it up to date")
 
 

@@ -320,11 +320,10 @@ def _preferred_heights(problem: Problem, device: DeviceFacts, kernels: Mapping[i
         shared = _shared_bytes(problem, kernels[rows], 1)
         tiles = -(-problem.rows // rows)
         stack = _stack(problem, device, rows, kernels[rows])
-        columns = stack * problem.written_nodes * _split(problem, stack)
         if (
             _blocks_by_shared(shared, device) >= 2
             and tiles >= TILES * device.multiprocessors
-            and columns >= _lanes(problem, kernels[rows], stack)
+            and _columns(problem, stack) >= _lanes(problem, kernels[rows], stack)
         ):
             yield rows
     yield min(kernels)
@@ -344,11 +343,16 @@ def _stack(problem: Problem, device: DeviceFacts, rows: int, kernel: Kernel) -> 
 
 def _stacked_shared(problem: Problem, stack: int) -> int:
     """Bytes up to which a tile may be stacked once more: fewer, the more threads have a column already."""
-    columns = stack * problem.written_nodes * _split(problem, stack)
+    columns = _columns(problem, stack)
     most = STACKED_SHARED[problem.direction]
     if columns >= WARP:
         return most
     return 2 * most if _waits_for_sums(problem) and columns >= WARP // 2 else 4 * most
+
+
+def _columns(problem: Problem, stack: int) -> int:
+    """Threads of a block that have a column, or a part of one."""
+    return stack * problem.written_nodes * _split(problem, stack)
 
 
 def _lanes(problem: Problem, kernel: Kernel, stack: int) -> int:
